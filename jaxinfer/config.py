@@ -1,0 +1,215 @@
+"""What an engine is built from: frozen dataclasses, resolved once, never changed afterwards.
+
+`EngineArgs` (flat, vLLM's names) is what people type; `EngineConfig` is what the engine reads. The step between the
+two needs the model's own limits, which the caller reads from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Device = Literal["cpu", "gpu"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+WarmupPolicy = Literal["all", "lazy"]
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model and what of it is used. `max_model_len` counts prompt and output tokens of one request."""
+
+    model: str
+    tokenizer: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    seed: int = 0
+    served_model_name: str | None = None
+    max_logprobs: int = MAX_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """`load_format`: "auto" reads the checkpoint, "dummy" makes random weights of its shapes."""
+
+    load_format: str = "auto"
+    download_dir: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache. Exactly one of the three sizes applies, the first that is set: a number of blocks, a number
+    of bytes, a fraction of the device's memory."""
+
+    block_size: int
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step. `long_prefill_token_threshold` caps a prefill chunk when > 0; the budget
+    `max_num_batched_tokens` always does."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    long_prefill_token_threshold: int = 0
+    policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CompilationConfig:
+    """`warmup`: "all" compiles every program before the first request, "lazy" each when first needed."""
+
+    warmup: WarmupPolicy = "lazy"
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: ModelConfig
+    load: LoadConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    compilation: CompilationConfig
+    device: Device
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.model.max_model_len // self.cache.block_size)
+
+
+class ModelLimits(Protocol):
+    """What the flat arguments need to know of the model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def checkpoint_dtype(self) -> str: ...
+
+
+_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """Arguments of `LLM`, `AsyncLLM` and the command line, with vLLM's names and meanings."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    served_model_name: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    generation_config: str = "auto"
+    max_logprobs: int = MAX_LOGPROBS
+    block_size: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+    tensor_parallel_size: int = 1
+    warmup: WarmupPolicy = "lazy"
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        def at_least(name: str, low: float) -> None:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value < low):
+                raise ValueError(f"{name} must be at least {low}, got {value}.")
+
+        for name in ("max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"):
+            at_least(name, 1)
+        for name in ("max_num_batched_tokens", "kv_cache_memory_bytes", "tensor_parallel_size"):
+            at_least(name, 1)
+        for name in ("long_prefill_token_threshold", "max_logprobs", "seed"):
+            at_least(name, 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}."
+            )
+        for name, known in (
+            ("dtype", tuple(_DTYPES)),
+            ("load_format", ("auto", "safetensors", "gguf", "orbax", "dummy")),
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("warmup", ("all", "lazy")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
+
+    def create_engine_config(self, limits: ModelLimits, device: Device) -> EngineConfig:
+        """Fill in every default from the model's limits and the device.
+
+        Raises `ValueError` when `max_model_len` exceeds what the model was trained for, or the step's token budget
+        can't hold one token of each sequence.
+        """
+        max_model_len = self.max_model_len or limits.max_position_embeddings
+        if max_model_len > limits.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model's positions end at "
+                f"{limits.max_position_embeddings}; use at most that."
+            )
+        max_num_seqs = self.max_num_seqs or (256 if device == "gpu" else 64)
+        budget = self.max_num_batched_tokens or max(8192 if device == "gpu" else 1024, max_num_seqs)
+        if budget < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})."
+            )
+        return EngineConfig(
+            model=ModelConfig(
+                model=self.model,
+                tokenizer=self.tokenizer or self.model,
+                dtype=_DTYPES[self.dtype] or limits.checkpoint_dtype,
+                max_model_len=max_model_len,
+                vocab_size=limits.vocab_size,
+                seed=self.seed,
+                served_model_name=self.served_model_name,
+                max_logprobs=self.max_logprobs,
+            ),
+            load=LoadConfig(self.load_format, self.download_dir, self.revision),
+            cache=CacheConfig(
+                block_size=self.block_size or (64 if device == "gpu" else 16),
+                num_gpu_blocks_override=self.num_gpu_blocks_override,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                policy=self.scheduling_policy,
+                async_scheduling=self.async_scheduling,
+            ),
+            parallel=ParallelConfig(self.tensor_parallel_size),
+            compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
+            device=device,
+        )

@@ -1,0 +1,85 @@
+"""What crosses the line between the frontend and the engine core.
+
+Everything here is plain data (msgspec structs of ints, strings, lists), so that the core may live in this process
+or in another one without the rest noticing.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from jaxinfer.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. `str()` gives the word of the OpenAI API."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A validated, tokenized request.
+
+    `eos_token_ids` end the request with reason "stop" (empty when the request ignores them);
+    `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
+    frontend's business: it aborts the request here when one appears.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    eos_token_ids: list[int] = []
+    priority: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of one position: the chosen token first, then the top candidates, best first.
+
+    `rank` is the chosen token's rank in the vocabulary, 1 for the most likely one.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class FinishedRequest(msgspec.Struct, array_like=True):
+    """A request's end. `stop_reason` is the stop token's id when one ended it, or an error's text."""
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class RequestTimes(msgspec.Struct, array_like=True):
+    """When the core admitted a request (`time.monotonic` seconds), and how often it preempted it since."""
+
+    request_id: str
+    scheduled: float
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True):
+    """What one step brought, by column: `token_ids[i]` is the new token of `request_ids[i]`.
+
+    When a step can bring several tokens for a request, `num_tokens[i]` says how many of the flat `token_ids`
+    belong to `request_ids[i]`. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
+    positions of its prompt) hold only what was asked for. `finished` may name requests that got no token.
+    """
+
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    num_tokens: list[int] | None = None
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    finished: list[FinishedRequest] = []
+    first_scheduled: list[RequestTimes] = []
+    timestamp: float = 0.0

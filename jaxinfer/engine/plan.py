@@ -1,0 +1,120 @@
+"""One step, as the scheduler plans it and as the executor answers it.
+
+A request that runs holds a *row*, a small integer that indexes every per-request array on both sides. A plan
+carries only what changed (admissions, new block-table entries) and what to compute, as flat numpy arrays; the
+executor keeps its own mirror of the rows. Sampled tokens stay on the device: the executor feeds a row's last
+sampled token into the row's next position by itself, so that a step can be launched before the tokens of the one
+before it have been read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from jaxinfer.sampling_params import SamplingParams
+
+Int32 = np.ndarray
+"""A one-dimensional int32 array; its length is given by an axis letter where it is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRow:
+    """A request that enters (or, after a preemption, re-enters) the batch at `row`.
+
+    `token_ids` are all tokens known at this moment: the prompt and, after a preemption, what was generated. Every
+    position at or after `len(token_ids)` is fed from the device.
+    """
+
+    row: int
+    token_ids: Int32
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to compute in one step, for R scheduled rows. Rows that compute one token come first.
+
+    `num_computed[r]` tokens of the row are already in the KV cache; this step computes the `num_scheduled[r]` after
+    them. `samples[r]`: the step reaches the row's last token, so a new one is sampled. `block_*` are the U new
+    entries of the block tables: entry `block_cols[u]` of row `block_rows[u]` becomes `block_ids[u]`. Admissions
+    apply before block entries.
+    """
+
+    admitted: list[AdmittedRow]
+    rows: Int32
+    num_scheduled: Int32
+    num_computed: Int32
+    samples: np.ndarray
+    block_rows: Int32
+    block_cols: Int32
+    block_ids: Int32
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Tokens that rows may sample: bit v%32 of `words[i, v//32]` (uint32) is set where `positions[i]`, an index into
+    the plan's rows, may produce token v. Rows that are not listed may produce any token."""
+
+    positions: Int32
+    words: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """Logprobs of N positions: column 0 the chosen token, then K candidates, best first. `ranks` counts from 1."""
+
+    token_ids: np.ndarray  # [N, K + 1] int32
+    logprobs: np.ndarray  # [N, K + 1] float32
+    ranks: np.ndarray  # [N] int32
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to a plan, aligned with its rows: `token_ids[r]` where the row samples (anything elsewhere).
+
+    `invalid[r]`: the row's logits held a NaN and no token can be trusted. `logprobs` covers all R rows when any of
+    them asked. `prompt_logprobs` maps an index into the plan's rows to the prompt positions that this step scored:
+    the logprobs of prompt tokens num_computed+1 … (the first prompt token has none).
+    """
+
+    token_ids: Int32
+    invalid: np.ndarray
+    logprobs: LogprobArrays | None = None
+    prompt_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepResult:
+        """Wait for the device and return the step's tokens."""
+        ...
+
+
+class Executor(Protocol):
+    """The device side, as the engine core sees it. `execute_model` then `sample_tokens`, once per step, in order.
+
+    Both return before the device has finished; `StepHandle.result` waits. Plans are executed in the order in which
+    they are given, so a block freed by one step can be handed out in the next.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the block pool, counting the padding block 0."""
+        ...
+
+    def execute_model(self, plan: StepPlan) -> None:
+        """Launch the forward pass of `plan`."""
+        ...
+
+    def sample_tokens(self, mask: TokenMask | None) -> StepHandle:
+        """Launch the sampling of the plan last given to `execute_model`."""
+        ...
+
+    def shutdown(self) -> None: ...
