@@ -1,0 +1,33 @@
+"""The device's view of one step: a flat list of tokens from any mix of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """T tokens of R rows (requests), each row's tokens next to each other; rows with one token come first.
+
+    T, R and P are bucketed. Padding tokens stand at the end, belong to no row (`query_start_loc[-1]` is the number
+    of real tokens) and have token, position and slot 0: page 0 is never handed out, so what they write is never
+    read. Padding rows have `seq_lens` 0 and repeat the last start. `decode_only` promises T == R with row r being
+    token r.
+    """
+
+    token_ids: jax.Array
+    """[T] int32"""
+    positions: jax.Array
+    """[T] int32, place in the request's own sequence."""
+    slot_mapping: jax.Array
+    """[T] int32, page * page_size + offset of where the token's key and value are kept."""
+    query_start_loc: jax.Array
+    """[R+1] int32, the first token of each row."""
+    seq_lens: jax.Array
+    """[R] int32, context length after this step, its own tokens included."""
+    block_tables: jax.Array
+    """[R, P] int32, pages of each row in order; entries past the context are 0."""
+    decode_only: bool = field(metadata={"static": True})
