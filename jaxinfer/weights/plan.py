@@ -1,0 +1,51 @@
+"""How a model's leaves are made from a checkpoint's tensors, as data.
+
+A model family writes one `LeafSource` per leaf; the loader reads, checks, assembles and places one leaf at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LeafPath = tuple[str, ...]
+"""Where a leaf sits in the model's tree, e.g. ("layers", "3", "qkv")."""
+
+Assemble = Callable[[list[np.ndarray]], np.ndarray]
+
+
+def sole(tensors: list[np.ndarray]) -> np.ndarray:
+    """The assembly of a leaf that is one tensor as it stands."""
+    (tensor,) = tensors
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSource:
+    """One leaf: the checkpoint tensors it is made of, in order, and how.
+
+    `shapes[i]` is what tensor `names[i]` must have in the checkpoint. `assemble` gets those tensors (any float dtype,
+    read-only, possibly memory-mapped) and returns an array of the leaf's shape, in any float dtype: the loader casts.
+    It may return a view of its input; the loader never writes into the result.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    assemble: Assemble = sole
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes):
+            raise ValueError(
+                f"names and shapes must have one entry per tensor, got {len(self.names)} and "
+                f"{len(self.shapes)} for {self.names}."
+            )
+
+
+LoadPlan = dict[LeafPath, LeafSource]
+
+
+def stacked(names: Sequence[str], shape: tuple[int, ...]) -> LeafSource:
+    """A leaf `[len(names), *shape]` of equally shaped tensors (gate and up, experts)."""
+    return LeafSource(tuple(names), (shape,) * len(names), np.stack)
