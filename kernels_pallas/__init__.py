@@ -1,0 +1,6 @@
+"""Paged-attention operations for JAX, usable with plain arrays and without jaxinfer."""
+
+from kernels_pallas.kv_cache_update.api import kv_cache_update
+from kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
+
+__all__ = ["kv_cache_update", "ragged_paged_attention"]

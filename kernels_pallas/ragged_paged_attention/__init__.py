@@ -1,0 +1,1 @@
+"""Attention of a ragged batch of tokens over a paged KV cache."""

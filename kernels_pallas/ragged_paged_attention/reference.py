@@ -1,0 +1,53 @@
+"""Ragged paged attention the obvious way: one request at a time, whole score matrices. For tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def ragged_paged_attention(
+    q_tnh: jax.Array,
+    kv_pages: tuple[jax.Array, jax.Array],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    decode_only: bool = False,
+) -> jax.Array:
+    """See `api.ragged_paged_attention`. Needs concrete lengths, so it can't be called under jit.
+
+    Computes in float32 (float64 if q is), whatever the dtype of the inputs.
+    """
+    k_pages, v_pages = kv_pages
+    _, num_kv_heads, _, head_size = k_pages.shape
+    num_tokens, num_heads, _ = q_tnh.shape
+    dtype = jnp.promote_types(q_tnh.dtype, jnp.float32)
+    starts = np.asarray(query_start_loc)
+    out = jnp.zeros(q_tnh.shape, dtype)
+    for row, seq_len in enumerate(np.asarray(seq_lens).tolist()):
+        first, last = (row, row + 1) if decode_only else (int(starts[row]), int(starts[row + 1]))
+        if seq_len == 0 or first == last:
+            continue
+        pages = block_tables[row]
+        k_jkh = jnp.swapaxes(k_pages[pages], 1, 2).reshape(-1, num_kv_heads, head_size)[:seq_len]
+        v_jkh = jnp.swapaxes(v_pages[pages], 1, 2).reshape(-1, num_kv_heads, head_size)[:seq_len]
+        q_ikgh = q_tnh[first:last].reshape(last - first, num_kv_heads, -1, head_size).astype(dtype)
+        scores = scale * jnp.einsum(
+            "ikgh,jkh->kgij", q_ikgh, k_jkh.astype(dtype), precision="highest"
+        )
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        position_i = jnp.arange(seq_len - (last - first), seq_len)[:, None]
+        position_j = jnp.arange(seq_len)[None, :]
+        seen = position_j <= position_i
+        if sliding_window is not None:
+            seen &= position_j > position_i - sliding_window
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        o_ikgh = jnp.einsum("kgij,jkh->ikgh", weights, v_jkh.astype(dtype), precision="highest")
+        out = out.at[first:last].set(o_ikgh.reshape(last - first, num_heads, head_size))
+    return out.astype(q_tnh.dtype)
