@@ -1,0 +1,83 @@
+"""The few shapes that a step can have.
+
+A compiled program serves one shape, so every step is padded up to a rung of this ladder. T counts the step's tokens,
+R its rows, P the width of its block tables. A step of decodes alone has T = R; otherwise R has its own coarser rungs,
+since it only pads small per-row work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MIN_ROWS = 2
+"""XLA:CPU runs a bfloat16 matmul with a lone row about ten times slower than one with two."""
+
+
+class StepShape(NamedTuple):
+    """Padded sizes of a step: T tokens, R rows, P pages per row; `decode_only` when T = R and row r is token r."""
+
+    num_tokens: int
+    num_rows: int
+    num_pages: int
+    decode_only: bool
+
+
+def _rungs(low: int, high: int, factor: int) -> tuple[int, ...]:
+    """low, low * factor, … below `high`, then `high` itself."""
+    rungs = []
+    while low < high:
+        rungs.append(low)
+        low *= factor
+    return (*rungs, high)
+
+
+def _at_least(rungs: tuple[int, ...], n: int) -> int:
+    return rungs[bisect_left(rungs, n)]
+
+
+@dataclass(frozen=True)
+class BucketLadder:
+    """The rungs for an engine: up to `max_num_batched_tokens` tokens, `max_num_seqs` rows, `max_pages` per row."""
+
+    decode_rows: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+    pages: tuple[int, ...]
+
+    @classmethod
+    def create(
+        cls, max_num_batched_tokens: int, max_num_seqs: int, max_pages: int
+    ) -> BucketLadder:
+        rows = max(max_num_seqs, MIN_ROWS)
+        return cls(
+            decode_rows=_rungs(MIN_ROWS, rows, 2),
+            mixed_tokens=_rungs(16, max(max_num_batched_tokens, 16), 2),
+            mixed_rows=_rungs(8, max(rows, 8), 4),
+            pages=_rungs(8, max_pages, 4),
+        )
+
+    def shape(self, num_tokens: int, num_rows: int, num_pages: int) -> StepShape:
+        """The smallest shape that holds the step."""
+        pages = _at_least(self.pages, num_pages)
+        if num_tokens == num_rows:
+            rows = _at_least(self.decode_rows, num_rows)
+            return StepShape(rows, rows, pages, True)
+        return StepShape(
+            _at_least(self.mixed_tokens, num_tokens),
+            _at_least(self.mixed_rows, num_rows),
+            pages,
+            False,
+        )
+
+    def all_shapes(self) -> Iterator[StepShape]:
+        """Every shape that `shape` can return, the largest first."""
+        for pages in reversed(self.pages):
+            for tokens in reversed(self.mixed_tokens):
+                for i, rows in reversed(list(enumerate(self.mixed_rows))):
+                    if i == 0 or self.mixed_rows[i - 1] < tokens:
+                        yield StepShape(tokens, rows, pages, False)
+            for rows in reversed(self.decode_rows):
+                yield StepShape(rows, rows, pages, True)

@@ -1,0 +1,122 @@
+"""From a step's plan to the flat arrays of its ragged batch, in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.engine.plan import AdmittedRow, StepPlan
+from jaxinfer.executor.buckets import BucketLadder, StepShape
+
+FROM_DEVICE = -1
+"""Stands for a token that only the device knows yet: the one the row sampled last."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each input of a step lies in the one int32 vector that carries them all to the device.
+
+    One transfer a step instead of seven. The device side slices it at these static offsets.
+    """
+
+    shape: StepShape
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        num_tokens, num_rows, num_pages, _ = self.shape
+        return {
+            "token_ids": num_tokens,
+            "positions": num_tokens,
+            "slot_mapping": num_tokens,
+            "query_start_loc": num_rows + 1,
+            "seq_lens": num_rows,
+            "rows": num_rows,
+            "block_tables": num_rows * num_pages,
+        }
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
+
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """The named pieces of `packed` [size], as views (numpy) or slices (a traced array)."""
+        pieces, start = {}, 0
+        for name, size in self.sizes.items():
+            pieces[name] = packed[start : start + size]
+            start += size
+        pieces["block_tables"] = pieces["block_tables"].reshape(
+            self.shape.num_rows, self.shape.num_pages
+        )
+        return pieces
+
+
+class InputBatch:
+    """The executor's mirror of the scheduler's rows: each row's block table and the tokens that the host knows.
+
+    Row S (`num_rows`) belongs to nobody: padding reads and writes it.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, block_size: int, ladder: BucketLadder):
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.ladder = ladder
+        self.block_tables = np.zeros((num_rows + 1, max_pages), np.int32)
+        self.num_known = np.zeros(num_rows + 1, np.int32)
+        self.admitted: list[AdmittedRow | None] = [None] * num_rows
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over the plan's admissions and new block-table entries."""
+        for row in plan.admitted:
+            self.admitted[row.row] = row
+            self.num_known[row.row] = len(row.token_ids)
+        if plan.block_ids.size:
+            self.block_tables[plan.block_rows, plan.block_cols] = plan.block_ids
+
+    def pack(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
+        """The step's shape and its packed inputs, an int32 vector laid out by `PackedLayout`.
+
+        Padding tokens are token 0 at position 0, written to slot 0 of the padding block, and belong to no row;
+        padding rows have `seq_lens` 0.
+        """
+        num_rows = len(plan.rows)
+        ends = np.cumsum(plan.num_scheduled)
+        num_tokens = int(ends[-1])
+        seq_lens = plan.num_computed + plan.num_scheduled
+        num_pages = -(-int(seq_lens.max()) // self.block_size)
+        shape = self.ladder.shape(num_tokens, num_rows, num_pages)
+        layout = PackedLayout(shape)
+        packed = np.zeros(layout.size, np.int32)
+        to = layout.views(packed)
+
+        if num_tokens == num_rows:
+            positions = plan.num_computed
+            token_rows = plan.rows
+        else:
+            index = np.repeat(np.arange(num_rows), plan.num_scheduled)
+            first_token = ends - plan.num_scheduled
+            positions = np.arange(num_tokens) + (plan.num_computed - first_token)[index]
+            token_rows = plan.rows[index]
+        to["positions"][:num_tokens] = positions
+        blocks = self.block_tables[token_rows, positions // self.block_size]
+        to["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
+        to["query_start_loc"][1 : num_rows + 1] = ends
+        to["query_start_loc"][num_rows + 1 :] = num_tokens
+        to["seq_lens"][:num_rows] = seq_lens
+        to["rows"][:num_rows] = plan.rows
+        to["rows"][num_rows:] = self.num_rows
+        to["block_tables"][:num_rows] = self.block_tables[:, : shape.num_pages][plan.rows]
+        self._fill_token_ids(plan, ends, seq_lens, to["token_ids"])
+        return shape, packed
+
+    def _fill_token_ids(
+        self, plan: StepPlan, ends: np.ndarray, seq_lens: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Known tokens from the host, `FROM_DEVICE` for a row that has run past what the host knows."""
+        from_host = self.num_known[plan.rows] >= seq_lens
+        out[(ends - 1)[~from_host]] = FROM_DEVICE
+        for r in np.flatnonzero(from_host):
+            admitted = self.admitted[plan.rows[r]]
+            assert admitted is not None, f"row {plan.rows[r]} was scheduled before it was admitted"
+            start, stop = plan.num_computed[r], seq_lens[r]
+            out[ends[r] - (stop - start) : ends[r]] = admitted.token_ids[start:stop]

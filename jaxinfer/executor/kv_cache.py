@@ -1,0 +1,64 @@
+"""How many blocks the paged KV cache has, and the arrays that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import EngineConfig
+
+KVCache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Per layer the key and the value pages, each [num_pages, kv_head, page_size, head_dim]."""
+
+CPU_DEFAULT_BYTES = 1 << 30
+"""On a CPU the cache shares its memory with everything else that runs there; more is for the user to ask for."""
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that JAX may use on `device`; on a CPU, what the system has to spare."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def num_blocks(
+    config: EngineConfig, block_bytes: int, free_bytes: int, *, resident_bytes: int, temp_bytes: int
+) -> int:
+    """Blocks of the pool, the padding block 0 included.
+
+    Args:
+        block_bytes: One block of every layer, on one device.
+        free_bytes: The device's memory before anything was put there.
+        resident_bytes: Weights and other arrays that stay, on one device.
+        temp_bytes: Temporaries of the largest program, read from XLA.
+
+    Never more than all sequences at full length can use. The engine core refuses what is too few for one request.
+    """
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    useful = config.scheduler.max_num_seqs * config.max_blocks_per_seq + 1
+    if cache.kv_cache_memory_bytes is not None:
+        return min(cache.kv_cache_memory_bytes // block_bytes, useful)
+    budget = int(free_bytes * cache.gpu_memory_utilization) - resident_bytes - temp_bytes
+    if config.device == "cpu":
+        one_request = (config.max_blocks_per_seq + 1) * block_bytes
+        budget = min(budget, max(CPU_DEFAULT_BYTES, one_request))
+    return max(min(budget // block_bytes, useful), 0)
+
+
+def allocate(shapes: Sequence[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]) -> KVCache:
+    """The zeroed cache, made where it lives: no copy ever passes through the host."""
+
+    def zeros() -> KVCache:
+        return tuple(
+            (jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype)) for k, v in shapes
+        )
+
+    shardings = tuple((k.sharding, v.sharding) for k, v in shapes)
+    return jax.jit(zeros, out_shardings=shardings)()

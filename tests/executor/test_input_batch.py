@@ -1,0 +1,95 @@
+"""The packed inputs of a step against a token-by-token construction."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.engine.plan import AdmittedRow, StepPlan
+from jaxinfer.executor.buckets import BucketLadder
+from jaxinfer.executor.input_batch import FROM_DEVICE, InputBatch, PackedLayout
+from jaxinfer.sampling_params import SamplingParams
+
+NUM_ROWS, MAX_PAGES, PAGE = 8, 16, 4
+
+
+@st.composite
+def steps(draw):
+    """Rows with known tokens, of which a chunk is scheduled, or the one token after them that only the device has."""
+    rows = draw(st.permutations(range(NUM_ROWS)))[: draw(st.integers(1, NUM_ROWS))]
+    requests = []
+    for row in rows:
+        known = draw(st.integers(1, MAX_PAGES * PAGE - 1))
+        if draw(st.booleans()):
+            computed, scheduled = known, 1
+        else:
+            computed = draw(st.integers(0, known - 1))
+            scheduled = draw(st.integers(1, known - computed))
+        requests.append((row, known, computed, scheduled))
+    requests.sort(key=lambda r: r[3] > 1)
+    pages = draw(st.permutations(range(1, NUM_ROWS * MAX_PAGES + 1)))
+    return requests, pages
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_pack_matches_one_token_at_a_time(step):
+    requests, pages = step
+    ladder = BucketLadder.create(512, NUM_ROWS, MAX_PAGES)
+    batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, ladder)
+    admitted, blocks, tables, tokens = [], [], {}, {}
+    free = iter(pages)
+    for row, known, computed, scheduled in requests:
+        tokens[row] = np.arange(known, dtype=np.int32) + 1000 * row + 7
+        admitted.append(AdmittedRow(row, tokens[row], known, SamplingParams()))
+        tables[row] = [next(free) for _ in range(-(-(computed + scheduled) // PAGE))]
+        blocks += [(row, col, block) for col, block in enumerate(tables[row])]
+    columns = np.array(blocks, np.int32).T
+    plan = StepPlan(
+        admitted=admitted,
+        rows=np.array([r[0] for r in requests], np.int32),
+        num_computed=np.array([r[2] for r in requests], np.int32),
+        num_scheduled=np.array([r[3] for r in requests], np.int32),
+        samples=np.array([r[2] + r[3] >= r[1] for r in requests]),
+        block_rows=columns[0],
+        block_cols=columns[1],
+        block_ids=columns[2],
+    )
+    batch.apply(plan)
+    shape, packed = batch.pack(plan)
+    got = PackedLayout(shape).views(packed)
+
+    t = 0
+    for r, (row, known, computed, scheduled) in enumerate(requests):
+        assert got["query_start_loc"][r] == t
+        assert got["rows"][r] == row
+        assert got["seq_lens"][r] == computed + scheduled
+        np.testing.assert_array_equal(got["block_tables"][r][: len(tables[row])], tables[row])
+        assert not got["block_tables"][r][len(tables[row]) :].any()
+        for position in range(computed, computed + scheduled):
+            expected = tokens[row][position] if position < known else FROM_DEVICE
+            assert got["token_ids"][t] == expected
+            assert got["positions"][t] == position
+            assert got["slot_mapping"][t] == tables[row][position // PAGE] * PAGE + position % PAGE
+            t += 1
+    num_rows = len(requests)
+    assert (got["query_start_loc"][num_rows:] == t).all()
+    assert not got["seq_lens"][num_rows:].any()
+    assert (got["rows"][num_rows:] == NUM_ROWS).all()
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert not got[name][t:].any()
+    assert shape.decode_only == (t == num_rows)
+    assert shape in set(ladder.all_shapes())
+
+
+def test_ladder_has_no_lone_row_and_covers_its_limits():
+    ladder = BucketLadder.create(1000, 48, 100)
+    assert ladder.shape(1, 1, 1) == (2, 2, 8, True)
+    assert ladder.shape(48, 48, 100) == (48, 48, 100, True)
+    assert ladder.shape(1000, 48, 33) == (1000, 48, 100, False)
+    assert ladder.shape(17, 3, 8) == (32, 8, 8, False)
+    shapes = list(ladder.all_shapes())
+    assert len(shapes) == len(set(shapes))
+    for tokens in range(1, 1001, 7):
+        for rows in (1, 5, 48):
+            if rows <= tokens:
+                assert ladder.shape(tokens, rows, 9) in shapes
