@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -61,14 +62,15 @@ class FinishedRequest(msgspec.Struct, array_like=True):
 
 
 class RequestTimes(msgspec.Struct, array_like=True):
-    """When the core admitted a request (`time.monotonic` seconds), and how often it preempted it since."""
+    """When the core first admitted a request to a step (`time.monotonic` seconds)."""
 
     request_id: str
     scheduled: float
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):
-    """What one step brought, by column: `token_ids[i]` is the new token of `request_ids[i]`.
+    """What one step brought, by column: `token_ids[i]` is the new token of `request_ids[i]`. Not to be changed: the
+    core hands out the same list of ids as long as the batch stays the same.
 
     When a step can bring several tokens for a request, `num_tokens[i]` says how many of the flat `token_ids`
     belong to `request_ids[i]`. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
@@ -83,3 +85,11 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     finished: list[FinishedRequest] = []
     first_scheduled: list[RequestTimes] = []
     timestamp: float = 0.0
+    stats: SchedulerStats | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing that a request would have to hear of."""
+        return not (
+            self.request_ids or self.finished or self.first_scheduled or self.prompt_logprobs
+        )

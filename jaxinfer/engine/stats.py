@@ -1,0 +1,16 @@
+"""Counts that one step leaves behind for metrics and logs."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """The scheduler after a step: `kv_cache_usage` is the used share of the block pool, in [0, 1];
+    `num_scheduled_tokens` and `num_preemptions` count the step's own."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
