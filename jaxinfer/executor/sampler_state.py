@@ -1,0 +1,81 @@
+"""Who holds the sampler's device state: allocated when a request first needs it, brought up to date before use."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.executor.penalties import SamplerArrays
+from jaxinfer.executor.sampler_features import BIAS_WIDTHS
+from jaxinfer.executor.sampling_rows import SamplingRows
+
+
+def sampler_state_nbytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Bytes of the state on each device once it is allocated, at its largest."""
+    return max_num_seqs * (vocab_size * 2 + BIAS_WIDTHS[-1] * 8)
+
+
+class SamplerState:
+    """Owner of the `SamplerArrays`.
+
+    Before each FULL sampling step call `update(rows)`, pass `arrays` (donated) and put what the program returns back
+    into `arrays`. `sharding` is where the state lives (replicated over the mesh).
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None
+    ) -> None:
+        self.arrays: SamplerArrays | None = None
+        self._shape = (max_num_seqs, vocab_size)
+        self._sharding = sharding
+
+    def abstract(self, bias_width: int) -> SamplerArrays:
+        """Shapes of the state, for compilation ahead of time."""
+        S, V = self._shape
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=self._sharding)
+        return SamplerArrays(
+            array((S, V), jnp.uint16),
+            array((S, bias_width), jnp.int32),
+            array((S, bias_width), jnp.float32),
+        )
+
+    def update(self, rows: SamplingRows) -> None:
+        """Upload what changed with the admissions since the last call."""
+        arrays = self._with_width(rows.bias_width)
+        for row, states in rows.take_token_states().items():
+            arrays = arrays._replace(tokens=_set_row(arrays.tokens, row, states))
+        for row, (ids, values) in rows.take_biases().items():
+            arrays = arrays._replace(
+                bias_ids=_set_row(arrays.bias_ids, row, ids),
+                bias_values=_set_row(arrays.bias_values, row, values),
+            )
+        self.arrays = arrays
+
+    def _with_width(self, bias_width: int) -> SamplerArrays:
+        S, V = self._shape
+        if self.arrays is None:
+            return SamplerArrays(
+                self._put(np.zeros((S, V), np.uint16)),
+                self._put(np.full((S, bias_width), V, np.int32)),
+                self._put(np.zeros((S, bias_width), np.float32)),
+            )
+        more = bias_width - self.arrays.bias_ids.shape[1]
+        if not more:
+            return self.arrays
+        pad = ((0, 0), (0, more))
+        ids, values = jax.device_get((self.arrays.bias_ids, self.arrays.bias_values))
+        return self.arrays._replace(
+            bias_ids=self._put(np.pad(ids, pad, constant_values=V)),
+            bias_values=self._put(np.pad(values, pad)),
+        )
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self._sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_row(array: jax.Array, row: int, values: jax.Array) -> jax.Array:
+    return array.at[row].set(values)
