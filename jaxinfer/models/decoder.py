@@ -1,0 +1,120 @@
+"""The decoder that all families share, driven by a `DecoderSpec`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer.models.attention import Attention, KVPages
+from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.layers import GatedMlp, leaf, linear, replicate, rms_norm
+from jaxinfer.models.rope import Rotation, rotation
+from jaxinfer.models.sharded_dims import ShardedDims
+from jaxinfer.models.spec import DecoderSpec
+
+KVCache = tuple[KVPages, ...]
+"""One pair of pages per layer."""
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dims: ShardedDims,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        *,
+        sliding_window: int | None,
+    ):
+        def norm() -> nnx.Param:
+            return leaf((spec.embed_dim,), ("embed",), dtype)
+
+        self.spec = spec
+        self.attention_norm = norm()
+        self.attention = Attention(spec, dims, mesh, dtype, sliding_window=sliding_window)
+        self.mlp_norm = norm()
+        self.mlp = GatedMlp(spec, dims, mesh, dtype)
+        if spec.post_norms:
+            self.attention_post_norm = norm()
+            self.mlp_post_norm = norm()
+
+    def __call__(
+        self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
+    ) -> tuple[jax.Array, KVPages]:
+        dtype = x_te.dtype
+
+        h_te = rms_norm(x_te, self.attention_norm[...], self.spec).astype(dtype)
+        h_te, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+        if self.spec.post_norms:
+            h_te = rms_norm(h_te, self.attention_post_norm[...], self.spec)
+        x_te = x_te + h_te.astype(dtype)
+
+        h_te = rms_norm(x_te, self.mlp_norm[...], self.spec).astype(dtype)
+        h_te = self.mlp(h_te)
+        if self.spec.post_norms:
+            h_te = rms_norm(h_te, self.mlp_post_norm[...], self.spec)
+        return x_te + h_te.astype(dtype), kv_pages
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graphdef: nnx.GraphDef[DecoderLayer],
+    state: nnx.State,
+    x_te: jax.Array,
+    kv_pages: KVPages,
+    batch: RaggedBatch,
+    rope: Rotation,
+) -> tuple[jax.Array, KVPages]:
+    """One layer as a function of its own: layers with equal graphdefs are traced and lowered once per step."""
+    return nnx.merge(graphdef, state)(x_te, kv_pages, batch, rope)
+
+
+class Decoder(nnx.Module):
+    """Token ids to hidden states, hidden states to logits. Leaves are zeros until a checkpoint fills them."""
+
+    def __init__(self, spec: DecoderSpec, dims: ShardedDims, mesh: Mesh, dtype: jnp.dtype):
+        E, V = spec.embed_dim, dims.vocab_size
+        self.spec, self.mesh = spec, mesh
+        self.embed = leaf((V, E), ("vocab", "embed"), dtype)
+        self.layers = nnx.List(
+            DecoderLayer(spec, dims, mesh, dtype, sliding_window=layer.sliding_window)
+            for layer in spec.layers
+        )
+        self.norm = leaf((E,), ("embed",), dtype)
+        if not spec.tied_head:
+            self.lm_head = leaf((V, E), ("vocab", "embed"), dtype)
+
+    def __call__(self, batch: RaggedBatch, kv_cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values."""
+        x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
+        x_te = replicate(x_te, self.mesh)
+        if self.spec.embed_scale is not None:
+            x_te = x_te * jnp.asarray(self.spec.embed_scale, x_te.dtype)
+        ropes = {
+            rope: rotation(rope, batch.positions) for rope in {a.rope for a in self.spec.layers}
+        }
+        updated = []
+        for layer, attention, kv_pages in zip(self.layers, self.spec.layers, kv_cache, strict=True):
+            graphdef, state = nnx.split(layer)
+            x_te, kv_pages = _run_layer(
+                graphdef, state, x_te, kv_pages, batch, ropes[attention.rope]
+            )
+            updated.append(kv_pages)
+        return rms_norm(x_te, self.norm[...], self.spec).astype(x_te.dtype), tuple(updated)
+
+    def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:
+        """[N, E] -> [N, vocab_size] float32."""
+        head = self.embed if self.spec.tied_head else self.lm_head
+        return logits_of(self.spec, self.mesh, head[...], hidden_ne)
+
+
+def logits_of(spec: DecoderSpec, mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
+    """[V, E] and [N, E] -> [N, vocab_size] float32, padding rows of the head cut off."""
+    logits = replicate(linear(hidden_ne, head_ve), mesh)[:, : spec.vocab_size]
+    if spec.logit_soft_cap is None:
+        return logits
+    return spec.logit_soft_cap * jnp.tanh(logits / spec.logit_soft_cap)

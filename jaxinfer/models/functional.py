@@ -1,0 +1,76 @@
+"""The decoder as pure functions of flat leaves, which is what `jax.jit` dispatches fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer.models.attention import KV_PAGES_AXES
+from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.decoder import Decoder, KVCache, logits_of
+from jaxinfer.models.sharded_dims import ShardedDims
+from jaxinfer.models.spec import DecoderSpec
+from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
+
+LeafPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FunctionalDecoder:
+    """A decoder without its weights: what they must be, and what to do with them.
+
+    `leaves` gives shape, dtype and sharding of each leaf by its path, in the order in which `forward` takes them.
+    """
+
+    spec: DecoderSpec
+    dims: ShardedDims
+    mesh: Mesh
+    dtype: jnp.dtype
+    graphdef: nnx.GraphDef[Decoder]
+    treedef: jax.tree_util.PyTreeDef
+    leaves: dict[LeafPath, jax.ShapeDtypeStruct]
+
+    @classmethod
+    def create(cls, spec: DecoderSpec, mesh: Mesh, dtype: jnp.dtype | str) -> FunctionalDecoder:
+        """Builds the module tree for `mesh` without allocating anything."""
+        dims = ShardedDims.create(spec, tensor_parallel_size(mesh))
+        dtype = jnp.dtype(dtype)
+        module = nnx.eval_shape(lambda: Decoder(spec, dims, mesh, dtype))
+        graphdef, state = nnx.split(module)
+        leaves = {
+            tuple(map(str, path)): jax.ShapeDtypeStruct(
+                param.shape, dtype, sharding=named_sharding(mesh, param.logical_axes)
+            )
+            for path, param in nnx.to_flat_state(state)
+        }
+        return cls(spec, dims, mesh, dtype, graphdef, jax.tree.structure(state), leaves)
+
+    def forward(
+        self, leaves: Sequence[jax.Array], batch: RaggedBatch, kv_cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values."""
+        model = nnx.merge(self.graphdef, self.treedef.unflatten(leaves))
+        return model(batch, kv_cache)
+
+    def head(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The leaf that `logits` needs."""
+        path = ("embed",) if self.spec.tied_head else ("lm_head",)
+        return leaves[list(self.leaves).index(path)]
+
+    def logits(self, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
+        """[N, E] -> [N, vocab_size] float32, given the `head` leaf."""
+        return logits_of(self.spec, self.mesh, head_ve, hidden_ne)
+
+    def kv_cache_shapes(
+        self, num_pages: int, page_size: int
+    ) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
+        """Shape, dtype and sharding of the cache: per layer keys and values, [num_pages, K, page_size, H]."""
+        shape = (num_pages, self.dims.num_kv_heads, page_size, self.spec.head_dim)
+        sharding = named_sharding(self.mesh, KV_PAGES_AXES)
+        pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+        return ((pages, pages),) * len(self.spec.layers)
