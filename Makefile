@@ -79,7 +79,7 @@ $(FLOOR)/.stamp: $(VENV)/.stamp-uv pyproject.toml
 # ---- what people run -------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.stamp-smollm2
-	@$(BIN)/python benchmarks/demo.py
+	@$(BIN)/python notebooks/demo.py
 
 test: test-main test-jax-floor
 
