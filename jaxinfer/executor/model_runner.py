@@ -1,0 +1,156 @@
+"""Runs the steps that the engine core plans: launches the device programs and hands back their tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
+from jaxinfer.executor.buckets import StepShape
+from jaxinfer.executor.input_batch import InputBatch
+from jaxinfer.executor.kv_cache import KVCache
+from jaxinfer.executor.logprobs import TokenLogprobs
+from jaxinfer.executor.programs import INVALID_TOKEN, Programs
+from jaxinfer.executor.sampling_rows import SamplingRows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LaunchedStep:
+    """A step on its way through the device. `result` waits for it; see `plan.StepHandle`."""
+
+    num_rows: int
+    token_ids: jax.Array | None
+    logprobs: TokenLogprobs | None
+    prompt_scores: TokenLogprobs | None
+    prompt_spans: dict[int, slice]
+    """Which of the scored tokens belong to which of the plan's rows."""
+
+    def result(self) -> StepResult:
+        if self.token_ids is None:
+            token_ids = np.zeros(self.num_rows, np.int32)
+        else:
+            token_ids = np.asarray(self.token_ids)[: self.num_rows]
+        prompt_logprobs = {}
+        if self.prompt_scores is not None:
+            scores = _logprob_arrays(self.prompt_scores)
+            for r, span in self.prompt_spans.items():
+                prompt_logprobs[r] = LogprobArrays(
+                    scores.token_ids[span], scores.logprobs[span], scores.ranks[span]
+                )
+        return StepResult(
+            token_ids=token_ids,
+            invalid=token_ids == INVALID_TOKEN,
+            logprobs=None if self.logprobs is None else _logprob_arrays(self.logprobs),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+@dataclass
+class ModelRunner:
+    """The device state of an engine (weights, cache, last tokens) and its mirror of the scheduler's rows."""
+
+    programs: Programs
+    leaves: list[jax.Array]
+    kv_cache: KVCache
+    last_tokens: jax.Array
+    batch: InputBatch
+    sampling_rows: SamplingRows
+    _pending: _Forward | None = field(default=None, init=False)
+
+    def execute_model(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            self.sampling_rows.set_row(
+                admitted.row,
+                admitted.sampling_params,
+                admitted.token_ids,
+                admitted.num_prompt_tokens,
+            )
+        self.batch.apply(plan)
+        shape, packed = self.batch.pack(plan)
+        out = self.programs.forward(shape)(self.leaves, self.kv_cache, self.last_tokens, packed)
+        self.kv_cache = out.kv_cache
+        self._pending = _Forward(plan, shape, out.rows, out.tokens)
+
+    def sample_tokens(self, mask: TokenMask | None) -> LaunchedStep:
+        forward, self._pending = self._pending, None
+        assert forward is not None, "sample_tokens needs an execute_model before it"
+        plan, shape = forward.plan, forward.shape
+        scores, spans = self._score_prompts(forward)
+        launched = LaunchedStep(len(plan.rows), None, None, scores, spans)
+        features = self.sampling_rows.features(plan.rows, plan.samples, masked=mask is not None)
+        if features is not None:
+            state = self.programs.sampler_state
+            if features.bias_width:
+                state.update(self.sampling_rows)
+            words = None
+            if features.masked:
+                words = self.sampling_rows.mask_words(mask, shape.num_rows)
+            positions = plan.num_computed + plan.num_scheduled
+            out = self.programs.sample(shape.num_rows, features)(
+                self._head,
+                forward.rows,
+                self.last_tokens,
+                state.arrays if features.bias_width else None,
+                self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows),
+                words,
+            )
+            self.last_tokens = out.last_tokens
+            if features.bias_width:
+                state.arrays = out.state
+            launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
+            for array in jax.tree.leaves((out.token_ids, out.logprobs)):
+                array.copy_to_host_async()
+        return launched
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every program that a step can need."""
+        self.programs.warm_up(progress)
+        self.programs.sampler_state.compile_updates(self.sampling_rows)
+
+    @property
+    def _head(self) -> jax.Array:
+        return self.programs.decoder.head(self.leaves)
+
+    def _score_prompts(self, forward: _Forward) -> tuple[TokenLogprobs | None, dict[int, slice]]:
+        """Launch the logprobs of the prompt tokens that follow this step's positions, where a row asked."""
+        plan, asked = forward.plan, self.sampling_rows.num_prompt_logprobs[forward.plan.rows]
+        if (asked < 0).all():
+            return None, {}
+        targets = np.zeros(forward.shape.num_tokens, np.int32)
+        spans = {}
+        starts = np.cumsum(plan.num_scheduled) - plan.num_scheduled
+        for r in np.flatnonzero(asked >= 0):
+            row = self.batch.admitted[plan.rows[r]]
+            first = int(plan.num_computed[r]) + 1
+            last = min(first + int(plan.num_scheduled[r]), row.num_prompt_tokens)
+            if last > first:
+                spans[int(r)] = span = slice(starts[r], starts[r] + last - first)
+                targets[span] = row.token_ids[first:last]
+        if not spans:
+            return None, {}
+        rung = self.sampling_rows.logprobs_rung(asked.max())
+        program = self.programs.score_prompt(forward.shape.num_tokens, rung)
+        scores = program(self._head, forward.tokens, targets)
+        for array in scores:
+            array.copy_to_host_async()
+        return scores, spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass that has been launched and waits for its sampling."""
+
+    plan: StepPlan
+    shape: StepShape
+    rows: jax.Array
+    tokens: jax.Array
+
+
+def _logprob_arrays(scores: TokenLogprobs) -> LogprobArrays:
+    return LogprobArrays(*(np.asarray(array) for array in scores))

@@ -1,0 +1,208 @@
+"""The three programs of a step, as pure functions and as compiled executables.
+
+`forward` (one per step shape) turns a ragged batch into hidden states; `sample` (one per number of rows and sampler
+variant) turns the rows' last hidden states into tokens; `score_prompt` (one per number of tokens) is there for
+prompt logprobs. Forward and sampling are apart so that a mask which depends on the previous step's tokens can be
+built while the forward pass runs, and so that sampler variants don't multiply the large programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.executor.buckets import BucketLadder, StepShape
+from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
+from jaxinfer.executor.kv_cache import KVCache
+from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
+from jaxinfer.executor.penalties import SamplerArrays
+from jaxinfer.executor.program_cache import ProgramCache
+from jaxinfer.executor.sampler import sample
+from jaxinfer.executor.sampler_features import SamplerFeatures, all_features, logprobs_rungs
+from jaxinfer.executor.sampler_state import SamplerState
+from jaxinfer.executor.sampling_rows import ACTIVE, NUM_COLUMNS, ROW
+from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.parallel.mesh import replicated
+
+INVALID_TOKEN = -1
+"""Stands in a step's token ids for a row whose logits can't be trusted."""
+
+
+class ForwardOutput(NamedTuple):
+    rows: jax.Array
+    """[R, E], the hidden state of each row's last token."""
+    tokens: jax.Array
+    """[T, E]"""
+    kv_cache: KVCache
+
+
+class SampleResult(NamedTuple):
+    token_ids: jax.Array
+    """[R] int32, `INVALID_TOKEN` where the logits were not finite."""
+    logprobs: TokenLogprobs | None
+    last_tokens: jax.Array
+    """[S + 1] int32, what each row sampled last; entry S is padding's."""
+    state: SamplerArrays | None
+
+
+def forward_step(
+    decoder: FunctionalDecoder,
+    shape: StepShape,
+    leaves: Sequence[jax.Array],
+    kv_cache: KVCache,
+    last_tokens: jax.Array,
+    packed: jax.Array,
+) -> ForwardOutput:
+    """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated."""
+    step = PackedLayout(shape).views(packed)
+    # A token that only the device has is its row's only one, and rows of one token come first: token t is row t's.
+    row_of_token = jnp.minimum(jnp.arange(shape.num_tokens), shape.num_rows - 1)
+    fed = last_tokens[step["rows"]][row_of_token]
+    batch = RaggedBatch(
+        token_ids=jnp.where(step["token_ids"] == FROM_DEVICE, fed, step["token_ids"]),
+        positions=step["positions"],
+        slot_mapping=step["slot_mapping"],
+        query_start_loc=step["query_start_loc"],
+        seq_lens=step["seq_lens"],
+        block_tables=step["block_tables"],
+        decode_only=shape.decode_only,
+    )
+    hidden, kv_cache = decoder.forward(leaves, batch, kv_cache)
+    last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+    return ForwardOutput(hidden[last], hidden, kv_cache)
+
+
+def sample_step(
+    decoder: FunctionalDecoder,
+    features: SamplerFeatures,
+    head: jax.Array,
+    hidden: jax.Array,
+    last_tokens: jax.Array,
+    state: SamplerArrays | None,
+    packed: jax.Array,
+    mask_words: jax.Array | None,
+) -> SampleResult:
+    """Sample a token for each row of `hidden` [R, E] with the parameters in `packed` (see `SamplingRows.gather`);
+    `last_tokens` and `state` are donated."""
+    logits = decoder.logits(head, hidden)
+    out, state = sample(logits, packed, state, mask_words, features=features)
+    padding = last_tokens.shape[0] - 1
+    targets = jnp.where(packed[:, ACTIVE] != 0, packed[:, ROW], padding)
+    return SampleResult(
+        token_ids=jnp.where(out.invalid, INVALID_TOKEN, out.token_ids),
+        logprobs=out.logprobs,
+        last_tokens=last_tokens.at[targets].set(out.token_ids),
+        state=state,
+    )
+
+
+def score_prompt(
+    decoder: FunctionalDecoder,
+    num_logprobs: int,
+    head: jax.Array,
+    hidden: jax.Array,
+    target_ids: jax.Array,
+) -> TokenLogprobs:
+    """Logprobs of the tokens `target_ids` [T] that follow the positions of `hidden` [T, E]."""
+    return prompt_logprobs(
+        partial(decoder.logits, head),
+        hidden,
+        target_ids,
+        num_logprobs=num_logprobs,
+        vocab_size=decoder.spec.vocab_size,
+    )
+
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiles the programs of one engine, each when first asked for (or all by `warm_up`)."""
+
+    decoder: FunctionalDecoder
+    ladder: BucketLadder
+    cache: ProgramCache
+    sampler_state: SamplerState
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    max_logprobs: int
+
+    def forward(self, shape: StepShape) -> jax.stages.Compiled:
+        return self.cache.get(("forward", shape), self._compile(self.lower_forward, shape))
+
+    def sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Compiled:
+        key = ("sample", num_rows, features)
+        return self.cache.get(key, self._compile(self.lower_sample, num_rows, features))
+
+    def score_prompt(self, num_tokens: int, num_logprobs: int) -> jax.stages.Compiled:
+        key = ("score_prompt", num_tokens, num_logprobs)
+        return self.cache.get(key, self._compile(self.lower_score_prompt, num_tokens, num_logprobs))
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything that any step can ask for."""
+        self.cache.compile_all(self._all_jobs(), progress)
+
+    def lower_forward(self, shape: StepShape) -> jax.stages.Lowered:
+        return jax.jit(partial(forward_step, self.decoder, shape), donate_argnums=1).lower(
+            list(self.decoder.leaves.values()),
+            self.decoder.kv_cache_shapes(self.num_blocks, self.block_size),
+            self._array((self.num_rows + 1,), np.int32),
+            self._array((PackedLayout(shape).size,), np.int32),
+        )
+
+    def lower_sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Lowered:
+        spec = self.decoder.spec
+        words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
+        state = self.sampler_state.abstract(features.bias_width) if features.bias_width else None
+        return jax.jit(
+            partial(sample_step, self.decoder, features),
+            donate_argnums=(2, 3) if state else 2,
+        ).lower(
+            self._head,
+            self._array((num_rows, spec.embed_dim), self.decoder.dtype),
+            self._array((self.num_rows + 1,), np.int32),
+            state,
+            self._array((num_rows, NUM_COLUMNS), np.int32),
+            words if features.masked else None,
+        )
+
+    def lower_score_prompt(self, num_tokens: int, num_logprobs: int) -> jax.stages.Lowered:
+        return jax.jit(partial(score_prompt, self.decoder, num_logprobs)).lower(
+            self._head,
+            self._array((num_tokens, self.decoder.spec.embed_dim), self.decoder.dtype),
+            self._array((num_tokens,), np.int32),
+        )
+
+    @property
+    def _head(self) -> jax.ShapeDtypeStruct:
+        return self.decoder.head(list(self.decoder.leaves.values()))
+
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype | type) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.decoder.mesh))
+
+    @staticmethod
+    def _compile(lower: Callable[..., jax.stages.Lowered], *args) -> Callable:
+        return lambda: lower(*args).compile()
+
+    def _all_jobs(self) -> Iterator[tuple[tuple, Callable]]:
+        shapes = list(self.ladder.all_shapes())
+        for shape in shapes:
+            yield ("forward", shape), self._compile(self.lower_forward, shape)
+        vocab_size = self.decoder.spec.vocab_size
+        for num_rows in sorted({shape.num_rows for shape in shapes}):
+            for features in all_features(self.max_logprobs, vocab_size):
+                job = self._compile(self.lower_sample, num_rows, features)
+                yield ("sample", num_rows, features), job
+        for num_tokens in sorted({shape.num_tokens for shape in shapes}):
+            for num_logprobs in logprobs_rungs(self.max_logprobs, vocab_size):
+                job = self._compile(self.lower_score_prompt, num_tokens, num_logprobs)
+                yield ("score_prompt", num_tokens, num_logprobs), job
