@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxinfer.sampling_params import SamplingParams
 
-Int32 = np.ndarray
+Int32 = npt.NDArray[np.int32]
 """A one-dimensional int32 array; its length is given by an axis letter where it is used."""
+
+Bool = npt.NDArray[np.bool_]
+Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class StepPlan:
     rows: Int32
     num_scheduled: Int32
     num_computed: Int32
-    samples: np.ndarray
+    samples: Bool
     block_rows: Int32
     block_cols: Int32
     block_ids: Int32
@@ -64,16 +68,16 @@ class TokenMask:
     the plan's rows, may produce token v. Rows that are not listed may produce any token."""
 
     positions: Int32
-    words: np.ndarray
+    words: Words
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays:
     """Logprobs of N positions: column 0 the chosen token, then K candidates, best first. `ranks` counts from 1."""
 
-    token_ids: np.ndarray  # [N, K + 1] int32
-    logprobs: np.ndarray  # [N, K + 1] float32
-    ranks: np.ndarray  # [N] int32
+    token_ids: Int32  # [N, K + 1] int32
+    logprobs: npt.NDArray[np.float32]  # [N, K + 1] float32
+    ranks: Int32  # [N] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class StepResult:
     """
 
     token_ids: Int32
-    invalid: np.ndarray
+    invalid: Bool
     logprobs: LogprobArrays | None = None
     prompt_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
 

@@ -1,0 +1,158 @@
+"""The engine core: schedules, launches, and reads back, one step ahead of the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    FinishReason,
+)
+from jaxinfer.engine.plan import Executor, StepHandle
+from jaxinfer.engine.request import check_request
+from jaxinfer.engine.scheduled_step import ScheduledStep
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.token_masks import TokenMaskBuilder
+
+logger = logging.getLogger(__name__)
+
+NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words and min_tokens together exclude all of them."
+
+
+class EngineCore:
+    """Serves requests with one executor. Not thread-safe; requests enter and leave between steps.
+
+    With `async_scheduling`, a step is launched before the tokens of the one before it are read; without, each step
+    is read before the next is planned. The tokens are the same.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        _check_cache(config, executor.num_blocks)
+        self._config = config
+        self._executor = executor
+        self.scheduler = Scheduler(config, executor.num_blocks)
+        self._masks = TokenMaskBuilder(self.scheduler.table)
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._outputs = EngineCoreOutputs()
+        self._failed: list[FinishedRequest] = []
+        self._cause_of_death: BaseException | None = None
+
+    def check_request(self, message: EngineCoreRequest) -> None:
+        """Raises `ValueError` for a request that can't be served, `EngineDeadError` when none can. Thread-safe."""
+        self._check_alive()
+        check_request(message, self._config.model)
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. Raises as `check_request`, and `ValueError` when its id is in use."""
+        self.check_request(message)
+        if message.request_id in self.scheduler.requests:
+            raise ValueError(f"request_id {message.request_id!r} is already in use.")
+        self.scheduler.add_request(message)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests at once; unknown ids are ignored. Nothing more is reported of them."""
+        requests = self.scheduler.requests
+        self.scheduler.finish([requests[i] for i in request_ids if i in requests])
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would report anything."""
+        return bool(self.scheduler.requests or self._failed)
+
+    def step(self) -> EngineCoreOutputs:
+        """Launch the next step and return the outputs of the oldest one in flight (none while there is only one).
+
+        When anything in it raises, all requests end with an error, which the outputs say, and the core is dead: the
+        next call raises `EngineDeadError`.
+        """
+        self._check_alive()
+        self._outputs = EngineCoreOutputs()
+        try:
+            self._step()
+        except Exception as error:
+            logger.exception("A step failed; all requests end with an error.")
+            self._die(error)
+        if self._failed:
+            self._outputs.finished += self._failed
+            self._failed = []
+        return self._outputs
+
+    def shutdown(self) -> None:
+        """Drop what is unfinished and release the device."""
+        self.scheduler.finish(list(self.scheduler.requests.values()))
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _step(self) -> None:
+        num_in_flight = len(self._in_flight)
+        launched = num_in_flight < self._depth and self._launch()
+        if not launched and not num_in_flight and self.scheduler.requests:
+            raise RuntimeError(
+                f"{len(self.scheduler.requests)} requests are unfinished, but none can be scheduled."
+            )
+        if len(self._in_flight) == self._depth or (self._in_flight and not launched):
+            self._read_oldest()
+
+    def _launch(self) -> bool:
+        """Plan a step and start it on the device. False when there is nothing to compute."""
+        try:
+            step = self.scheduler.schedule()
+            if step is None:
+                return False
+            self._executor.execute_model(step.plan)
+            if self._masks.needs_output(step):
+                self._read_oldest()
+            mask, stuck = self._masks.build(step)
+            self._in_flight.append((step, self._executor.sample_tokens(mask)))
+        except KeyboardInterrupt as error:
+            # Nobody knows how much of the step has begun.
+            self._die(error)
+            raise
+        self.scheduler.finish(stuck)
+        self._failed += [
+            FinishedRequest(r.request_id, FinishReason.ERROR, NO_TOKEN_LEFT) for r in stuck
+        ]
+        return True
+
+    def _read_oldest(self) -> None:
+        step, handle = self._in_flight[0]
+        # An interrupt may end the wait: the step stays in flight until its result is here.
+        result = handle.result()
+        self._in_flight.popleft()
+        self._outputs = self.scheduler.update(step, result)
+
+    def _check_alive(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(
+                f"The engine core has failed: {_text(self._cause_of_death)}"
+            ) from self._cause_of_death
+
+    def _die(self, error: BaseException) -> None:
+        self._cause_of_death = error
+        unfinished = list(self.scheduler.requests.values())
+        self._failed += [
+            FinishedRequest(r.request_id, FinishReason.ERROR, _text(error)) for r in unfinished
+        ]
+        self.scheduler.finish(unfinished)
+        self._in_flight.clear()
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_cache(config: EngineConfig, num_blocks: int) -> None:
+    needed, usable = config.max_blocks_per_seq, num_blocks - 1
+    if usable < needed:
+        raise ValueError(
+            f"The KV cache is too small for one request of max_model_len ({config.model.max_model_len} tokens): it "
+            f"needs {needed} blocks of {config.cache.block_size} tokens, and there are {usable} (and one for padding). "
+            f"Decrease max_model_len to at most {max(usable, 0) * config.cache.block_size}, or increase "
+            "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
+        )

@@ -1,0 +1,115 @@
+"""A request inside the core: its prompt, its parameters, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.messages import EngineCoreRequest
+from jaxinfer.engine.plan import Int32, Words
+
+NO_ROW = -1
+
+
+class RequestState(enum.IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+class Request:
+    """While it runs, a request's numbers live in the row table; here is what lasts longer than its row.
+
+    `output_token_ids` is current except while the request runs. `num_in_flight` counts the tokens that were being
+    sampled when it was preempted. `max_total_tokens` bounds prompt and output together.
+    """
+
+    __slots__ = (
+        "allowed_words",
+        "arrival_index",
+        "arrival_time",
+        "bad_sequences",
+        "eos_token_ids",
+        "max_total_tokens",
+        "min_tokens",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt_logprobs_sent",
+        "output_token_ids",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "row",
+        "sampling_params",
+        "state",
+        "stop_token_ids",
+    )
+
+    def __init__(self, message: EngineCoreRequest, model: ModelConfig, arrival_index: int) -> None:
+        params = message.sampling_params
+        num_prompt = len(message.prompt_token_ids)
+        self.request_id = message.request_id
+        self.prompt_token_ids: Int32 = np.array(message.prompt_token_ids, np.int32)
+        self.sampling_params = params
+        self.priority = message.priority
+        self.arrival_time = message.arrival_time
+        self.arrival_index = arrival_index
+        self.eos_token_ids = frozenset(message.eos_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.min_tokens = params.min_tokens
+        self.max_total_tokens = model.max_model_len
+        if params.max_tokens is not None:
+            self.max_total_tokens = min(model.max_model_len, num_prompt + params.max_tokens)
+
+        self.state = RequestState.WAITING
+        self.row = NO_ROW
+        self.output_token_ids: Int32 = np.empty(0, np.int32)
+        self.num_in_flight = 0
+        self.num_preemptions = 0
+        self.num_prompt_logprobs_sent = 0
+        self.allowed_words: Words | None = None
+        bad_words = params.bad_words_token_ids or []
+        self.bad_sequences = [word for word in bad_words if len(word) > 1]
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output; only while the request doesn't run."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Under the priority policy, lower comes first."""
+        return self.priority, self.arrival_time, self.arrival_index
+
+    @property
+    def always_masked(self) -> bool:
+        """Whether only some tokens may be sampled, at any length of the output."""
+        params = self.sampling_params
+        return params.allowed_token_ids is not None or bool(params.bad_words_token_ids)
+
+    @property
+    def known_token_ids(self) -> Int32:
+        """Prompt and output; only while the request doesn't run."""
+        if not len(self.output_token_ids):
+            return self.prompt_token_ids
+        return np.concatenate([self.prompt_token_ids, self.output_token_ids])
+
+
+def check_request(message: EngineCoreRequest, model: ModelConfig) -> None:
+    """Raises `ValueError` for what the scheduler can't serve. The frontend explains more; this is the last line."""
+    num_prompt = len(message.prompt_token_ids)
+    max_tokens = message.sampling_params.max_tokens
+    if not num_prompt:
+        raise ValueError(f"prompt_token_ids of request {message.request_id!r} is empty.")
+    if num_prompt >= model.max_model_len:
+        raise ValueError(
+            f"prompt_token_ids of request {message.request_id!r} has {num_prompt} tokens, which leaves no room for "
+            f"an output within max_model_len ({model.max_model_len}); use at most {model.max_model_len - 1}."
+        )
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(
+            f"max_tokens of request {message.request_id!r} must be at least 1, got {max_tokens}."
+        )

@@ -1,0 +1,91 @@
+"""Which tokens a row may sample, as packed bits for the device: min_tokens, allowed_token_ids, bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from jaxinfer.engine.plan import TokenMask, Words
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.row_table import RowTable
+from jaxinfer.engine.scheduled_step import ScheduledStep
+
+
+def pack_tokens(token_ids: Iterable[int], vocab_size: int) -> Words:
+    """uint32 words in which bit v%32 of word v//32 is set for each of `token_ids` within the vocabulary."""
+    ids = np.array([i for i in token_ids if 0 <= i < vocab_size], np.int64)
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+class TokenMaskBuilder:
+    """Builds a planned step's mask from the row table, once the output that it depends on has been read."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._every_token = pack_tokens(range(table.vocab_size), table.vocab_size)
+
+    def needs_output(self, step: ScheduledStep) -> bool:
+        """Whether a row's mask depends on a token that is still being sampled by an earlier step."""
+        table, rows = self._table, step.batch.rows
+        if not table.num_maskable:
+            return False
+        read = table.num_prompt[rows] + table.num_output[rows]
+        unread = read < table.num_tokens[rows] - step.plan.samples
+        return any(
+            bool(step.batch.requests[i].bad_sequences)
+            for i in np.flatnonzero(unread & step.plan.samples & table.always_masked[rows])
+        )
+
+    def build(self, step: ScheduledStep) -> tuple[TokenMask | None, list[Request]]:
+        """The step's mask, None where no row is restricted, and the requests that are left without any token.
+
+        The latter must not go on; their masks allow everything, so that the device has something to sample.
+        """
+        table, batch = self._table, step.batch
+        if not table.num_maskable:
+            return None, []
+        rows = batch.rows
+        num_output = table.num_tokens[rows] - 1 - table.num_prompt[rows]
+        no_stop = num_output < table.min_tokens[rows]
+        restricted = no_stop | table.always_masked[rows]
+        positions = np.flatnonzero(restricted & step.plan.samples & batch.live(table))
+        if not positions.size:
+            return None, []
+        words = np.repeat(self._every_token[None], len(positions), axis=0)
+        without_stop = np.flatnonzero(no_stop[positions])
+        words[without_stop] &= ~table.stop_words[rows[positions[without_stop]]]
+        for i in np.flatnonzero(table.always_masked[rows[positions]]):
+            request = batch.requests[positions[i]]
+            words[i] &= self._allowed_words(request)
+            for token in self._completions(request):
+                words[i, token >> 5] &= ~np.uint32(1 << (token & 31))
+        stuck = np.flatnonzero(~words.any(axis=1))
+        words[stuck] = self._every_token
+        return (
+            TokenMask(positions.astype(np.int32), words),
+            [batch.requests[positions[i]] for i in stuck],
+        )
+
+    def _allowed_words(self, request: Request) -> Words:
+        """What allowed_token_ids and bad words of one token leave, whatever the output is."""
+        if request.allowed_words is None:
+            params, vocab_size = request.sampling_params, self._table.vocab_size
+            words = self._every_token
+            if params.allowed_token_ids is not None:
+                words = pack_tokens(params.allowed_token_ids, vocab_size)
+            banned = [word[0] for word in params.bad_words_token_ids or [] if len(word) == 1]
+            request.allowed_words = words & ~pack_tokens(banned, vocab_size)
+        return request.allowed_words
+
+    def _completions(self, request: Request) -> Iterator[int]:
+        """Tokens that would complete a bad word whose other tokens end the output."""
+        if not request.bad_sequences:
+            return
+        longest = max(len(word) for word in request.bad_sequences) - 1
+        output = self._table.output_token_ids(request.row)[-longest:].tolist()
+        for *beginning, last in request.bad_sequences:
+            if output[-len(beginning) :] == beginning and 0 <= last < self._table.vocab_size:
+                yield last
