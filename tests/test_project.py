@@ -96,6 +96,17 @@ def test_nothing_machine_specific_is_tracked():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/benchmarks.md"])
+def test_documents_name_files_that_exist(page):
+    text = (REPOSITORY / page).read_text()
+    names = re.findall(
+        r"(?:jaxinfer|kernels_pallas|benchmarks|tests|notebooks|docs)/[\w/.-]*\w/?", text
+    )
+    assert names
+    missing = [n for n in names if "." in n and not (REPOSITORY / n).exists()]
+    assert not missing
+
+
 def test_constraints_are_plain_pins_of_everything_that_is_declared():
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     for line in lines:
