@@ -26,9 +26,9 @@ def sole(tensors: list[np.ndarray]) -> np.ndarray:
 class LeafSource:
     """One leaf: the checkpoint tensors it is made of, in order, and how.
 
-    `shapes[i]` is what tensor `names[i]` must have in the checkpoint. `assemble` gets those tensors (any float dtype,
-    read-only, possibly memory-mapped) and returns an array of the leaf's shape, in any float dtype: the loader casts.
-    It may return a view of its input; the loader never writes into the result.
+    `shapes[i]` is what tensor `names[i]` must have in the checkpoint. `assemble` gets those tensors, already in the
+    leaf's dtype, and returns an array of the leaf's shape; it may return one of them, or a view. It moves values (stacks,
+    splits, pads with zeros) and computes none, as the tensors are rounded before it sees them.
     """
 
     names: tuple[str, ...]

@@ -1,0 +1,175 @@
+"""Brings a checkpoint's tensors to the devices, one leaf at a time.
+
+The host holds the leaf that is being placed and a little read ahead of it; a leaf that spans devices is cut there into
+its shards. On CPU a leaf that is one tensor is read into the memory that JAX then uses.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxinfer.weights.plan import LeafPath, LeafSource, LoadPlan
+from jaxinfer.weights.reader import CheckpointError, CheckpointReader, aligned_empty
+
+if TYPE_CHECKING:
+    import jax
+
+READ_AHEAD_BYTES = 128 << 20
+_THREADS = 2
+_LISTED = 8
+_DUMMY_BLOCK = 1 << 20
+
+# Tensors that checkpoints carry although the configuration says the same.
+_REDUNDANT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|rotary_emb\.(cos|sin)_cached)$")
+
+Progress = Callable[[int], None]
+"""Called with the bytes of each leaf once it is placed."""
+
+
+def load_leaves(
+    reader: CheckpointReader,
+    plan: LoadPlan,
+    abstract: dict[LeafPath, jax.ShapeDtypeStruct],
+    *,
+    ignored: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> dict[LeafPath, jax.Array]:
+    """Every leaf of `abstract`, in its dtype and under its sharding (the default device where it has none).
+
+    `ignored` are regular expressions of tensors that the model has no use for (a vision tower), searched at the start
+    of their names. Raises `CheckpointError` for tensors that are missing, unexpected, or not shaped as the plan says.
+    """
+    import jax
+
+    check_plan(reader, plan, abstract, ignored)
+    leaves = {}
+    for path, host in _read_ahead(reader, plan, abstract):
+        # A transfer holds its host memory until it is done: waiting bounds how much of that there is.
+        leaves[path] = jax.block_until_ready(jax.device_put(host, abstract[path].sharding))
+        if progress is not None:
+            progress(host.nbytes)
+        del host
+    return leaves
+
+
+def check_plan(
+    reader: CheckpointReader,
+    plan: LoadPlan,
+    abstract: dict[LeafPath, jax.ShapeDtypeStruct],
+    ignored: Iterable[str] = (),
+) -> None:
+    """Raises `CheckpointError` where checkpoint and plan don't agree, `ValueError` where plan and leaves don't."""
+    if plan.keys() != abstract.keys():
+        raise ValueError(f"The plan and the model differ in leaves {sorted(plan.keys() ^ abstract.keys())}.")
+    names = reader.names()
+    used: set[str] = set()
+    missing = []
+    for source in plan.values():
+        for name, shape in zip(source.names, source.shapes, strict=True):
+            used.add(name)
+            if name not in names:
+                missing.append(name)
+            elif (found := reader.shape(name)) != shape:
+                raise CheckpointError(
+                    f"Tensor {name} in {reader.file_of(name)} has shape {found}, the model's is {shape}."
+                )
+    if missing:
+        where = reader.file_of(missing[0])
+        raise CheckpointError(f"{where} lacks {_listed('tensor', missing)} of the model.")
+    patterns = [re.compile(pattern) for pattern in ignored]
+    tied = "lm_head.weight" not in used
+    unexpected = [
+        name
+        for name in names
+        if name not in used
+        and not _REDUNDANT.search(name)
+        and not (tied and name.endswith("lm_head.weight"))
+        and not any(pattern.match(name) for pattern in patterns)
+    ]
+    if unexpected:
+        where = reader.file_of(unexpected[0])
+        raise CheckpointError(f"{where} holds {_listed('tensor', unexpected)} that the model has no place for.")
+
+
+def _listed(noun: str, names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _read_ahead(
+    reader: CheckpointReader, plan: LoadPlan, abstract: dict[LeafPath, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[LeafPath, np.ndarray]]:
+    """Leaves in the plan's order, read by threads as long as `READ_AHEAD_BYTES` allows (one always is)."""
+    sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in abstract.items()}
+    todo = list(plan)
+    next_read, held = 0, 0
+    pending: list[tuple[LeafPath, Future[np.ndarray]]] = []
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
+        try:
+            while pending or next_read < len(todo):
+                while next_read < len(todo) and (
+                    not pending or held + sizes[todo[next_read]] <= READ_AHEAD_BYTES
+                ):
+                    path = todo[next_read]
+                    pending.append((path, pool.submit(_read_leaf, reader, plan[path], path, abstract[path])))
+                    held += sizes[path]
+                    next_read += 1
+                path = pending[0][0]
+                # Nothing here keeps the leaf once it is handed over.
+                yield path, pending.pop(0)[1].result()
+                held -= sizes[path]
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _read_leaf(
+    reader: CheckpointReader, source: LeafSource, path: LeafPath, leaf: jax.ShapeDtypeStruct
+) -> np.ndarray:
+    dtype = np.dtype(leaf.dtype)
+    value = source.assemble([reader.read(name, dtype) for name in source.names])
+    if value.shape != leaf.shape:
+        raise ValueError(
+            f"Leaf {'.'.join(path)} was assembled from {', '.join(source.names)} with shape {value.shape}, the model's "
+            f"is {leaf.shape}."
+        )
+    if value.dtype == dtype and value.flags.c_contiguous:
+        return value
+    out = aligned_empty(value.shape, dtype)
+    out[...] = value
+    return out
+
+
+def dummy_leaves(
+    abstract: dict[LeafPath, jax.ShapeDtypeStruct], seed: int = 0
+) -> dict[LeafPath, jax.Array]:
+    """Random weights of the model's shapes: normal with deviation 0.02, one-dimensional norms 1.
+
+    Large leaves repeat a block of random numbers, so that 8B weights take seconds.
+    """
+    import jax
+
+    rng = np.random.default_rng(seed)
+    noise = (rng.standard_normal(_DUMMY_BLOCK, np.float32) * np.float32(0.02)).clip(-0.08, 0.08)
+    # Twice in a row: any window of one block is a rotation of it.
+    blocks = {leaf.dtype: np.tile(noise, 2).astype(leaf.dtype) for leaf in abstract.values()}
+    leaves = {}
+    for path, leaf in abstract.items():
+        host = aligned_empty(leaf.shape, np.dtype(leaf.dtype))
+        flat = host.reshape(-1)
+        if any("norm" in part for part in path):
+            flat[...] = 1
+        else:
+            for first in range(0, flat.size, _DUMMY_BLOCK):
+                part = flat[first : first + _DUMMY_BLOCK]
+                start = int(rng.integers(_DUMMY_BLOCK))
+                part[...] = blocks[leaf.dtype][start : start + part.size]
+        leaves[path] = jax.device_put(host, leaf.sharding)
+    return leaves
