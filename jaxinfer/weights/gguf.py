@@ -54,7 +54,9 @@ class GGUFReader:
         self.file = read_gguf_header(path)
         self.path = path
         if self.file.metadata.get("split.count", 1) > 1:
-            raise CheckpointError(f"{path} is one part of a split GGUF; merge the parts (gguf-split --merge) first.")
+            raise CheckpointError(
+                f"{path} is one part of a split GGUF; merge the parts (gguf-split --merge) first."
+            )
         self._architecture = architecture_of(self.file)
         self._config = config_of(self.file)
         self._infos = dict(self._hugging_face_names(self.file))
@@ -117,7 +119,9 @@ class GGUFReader:
         count = info.shape[0] if len(info.shape) > 1 or rows is not None else 1
         raw = raw.reshape(count, -1)
         target = np.empty(info.shape, np.float32) if is_shifted else out
-        dequantize_rows(info.type_name, raw if rows is None else raw[rows], target.reshape(count, -1))
+        dequantize_rows(
+            info.type_name, raw if rows is None else raw[rows], target.reshape(count, -1)
+        )
         if is_shifted:
             # llama.cpp multiplies by the weight, Gemma by 1 + weight: the conversion added the 1.
             out[...] = target - np.float32(1)

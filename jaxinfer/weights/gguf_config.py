@@ -103,7 +103,9 @@ def _llama(fields: _Fields) -> dict[str, Any]:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = original
     elif kind != "none":
-        raise CheckpointError(f"{fields.file.path} has rope scaling {kind!r}; linear and yarn are supported.")
+        raise CheckpointError(
+            f"{fields.file.path} has rope scaling {kind!r}; linear and yarn are supported."
+        )
     if (factors := rope_factors(fields.file)) is not None:
         # Llama 3's scaling comes as its outcome, one divisor per frequency: what "longrope" takes.
         scaling = {

@@ -16,7 +16,19 @@ import numpy as np
 
 from jaxinfer.weights.reader import CheckpointError
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 
 # Block length and bytes per block of each tensor type (ggml.h): the types with a name here can be sized.
@@ -122,14 +134,18 @@ def read_gguf_header(path: Path) -> GGUFFile:
             except (struct.error, ValueError, OverflowError) as error:
                 if isinstance(error, CheckpointError):
                     raise
-                raise CheckpointError(f"{path} ends within its header, or the header is damaged: {error}.") from error
+                raise CheckpointError(
+                    f"{path} ends within its header, or the header is damaged: {error}."
+                ) from error
 
 
 def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     cursor.position = 4
     version, num_tensors, num_values = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
     if version not in (2, 3):
-        raise CheckpointError(f"{path} has GGUF version {version}; versions 2 and 3 (little-endian) are supported.")
+        raise CheckpointError(
+            f"{path} has GGUF version {version}; versions 2 and 3 (little-endian) are supported."
+        )
     metadata = {}
     for _ in range(num_values):
         key = cursor.string()
@@ -145,7 +161,9 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     for name, shape, kind, offset in infos:
         if kind not in TENSOR_TYPES:
             known = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
-            raise CheckpointError(f"Tensor {name} in {path} has GGML type {kind}; supported are {known}.")
+            raise CheckpointError(
+                f"Tensor {name} in {path} has GGML type {kind}; supported are {known}."
+            )
         type_name, block, block_bytes = TENSOR_TYPES[kind]
         elements = int(np.prod(shape, dtype=np.int64))
         tensors[name] = TensorInfo(

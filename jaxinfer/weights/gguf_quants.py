@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-CHUNK_ELEMENTS = 1 << 15
+CHUNK_ELEMENTS = 1 << 17
 
 
 def _halves(blocks: np.ndarray, start: int) -> np.ndarray:

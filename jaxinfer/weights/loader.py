@@ -25,9 +25,6 @@ _THREADS = 2
 _LISTED = 8
 _DUMMY_BLOCK = 1 << 20
 
-# Tensors that checkpoints carry although the configuration says the same.
-_REDUNDANT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|rotary_emb\.(cos|sin)_cached)$")
-
 Progress = Callable[[int], None]
 """Called with the bytes of each leaf once it is placed."""
 
@@ -42,8 +39,7 @@ def load_leaves(
 ) -> dict[LeafPath, jax.Array]:
     """Every leaf of `abstract`, in its dtype and under its sharding (the default device where it has none).
 
-    `ignored` are regular expressions of tensors that the model has no use for (a vision tower), searched at the start
-    of their names. Raises `CheckpointError` for tensors that are missing, unexpected, or not shaped as the plan says.
+    `ignored` are regular expressions (full match) of tensors that the model doesn't read. Raises `CheckpointError` for tensors that are missing, unexpected, or not shaped as the plan says.
     """
     import jax
 
@@ -66,7 +62,9 @@ def check_plan(
 ) -> None:
     """Raises `CheckpointError` where checkpoint and plan don't agree, `ValueError` where plan and leaves don't."""
     if plan.keys() != abstract.keys():
-        raise ValueError(f"The plan and the model differ in leaves {sorted(plan.keys() ^ abstract.keys())}.")
+        raise ValueError(
+            f"The plan and the model differ in leaves {sorted(plan.keys() ^ abstract.keys())}."
+        )
     names = reader.names()
     used: set[str] = set()
     missing = []
@@ -83,18 +81,16 @@ def check_plan(
         where = reader.file_of(missing[0])
         raise CheckpointError(f"{where} lacks {_listed('tensor', missing)} of the model.")
     patterns = [re.compile(pattern) for pattern in ignored]
-    tied = "lm_head.weight" not in used
     unexpected = [
         name
         for name in names
-        if name not in used
-        and not _REDUNDANT.search(name)
-        and not (tied and name.endswith("lm_head.weight"))
-        and not any(pattern.match(name) for pattern in patterns)
+        if name not in used and not any(pattern.fullmatch(name) for pattern in patterns)
     ]
     if unexpected:
         where = reader.file_of(unexpected[0])
-        raise CheckpointError(f"{where} holds {_listed('tensor', unexpected)} that the model has no place for.")
+        raise CheckpointError(
+            f"{where} holds {_listed('tensor', unexpected)} that the model has no place for."
+        )
 
 
 def _listed(noun: str, names: list[str]) -> str:
@@ -118,7 +114,9 @@ def _read_ahead(
                     not pending or held + sizes[todo[next_read]] <= READ_AHEAD_BYTES
                 ):
                     path = todo[next_read]
-                    pending.append((path, pool.submit(_read_leaf, reader, plan[path], path, abstract[path])))
+                    pending.append(
+                        (path, pool.submit(_read_leaf, reader, plan[path], path, abstract[path]))
+                    )
                     held += sizes[path]
                     next_read += 1
                 path = pending[0][0]

@@ -127,6 +127,8 @@ def _installers() -> list[list[str]]:
     found = []
     if importlib.util.find_spec("pip"):
         found.append([sys.executable, "-m", "pip"])
-    if uv := shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"):
+    if uv := shutil.which(
+        "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    ):
         found.append([uv, "pip"])
     return found

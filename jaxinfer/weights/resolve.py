@@ -42,11 +42,15 @@ def resolve_model(
     Raises `ValueError` that names the model and what was tried.
     """
     if load_format not in ("auto", "safetensors", "gguf", "orbax", "dummy"):
-        raise ValueError(f"load_format must be auto, safetensors, gguf, orbax or dummy, got {load_format!r}.")
+        raise ValueError(
+            f"load_format must be auto, safetensors, gguf, orbax or dummy, got {load_format!r}."
+        )
     files = _find(model, revision, download_dir, load_format)
     wanted = {"safetensors": "hf", "gguf": "gguf", "orbax": "orbax"}.get(load_format, files.kind)
     if files.kind != wanted:
-        raise ValueError(f"load_format is {load_format!r}, but {files.path} holds a checkpoint of kind {files.kind!r}.")
+        raise ValueError(
+            f"load_format is {load_format!r}, but {files.path} holds a checkpoint of kind {files.kind!r}."
+        )
     return files
 
 
@@ -65,14 +69,18 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
     return SafetensorsReader(files.path)
 
 
-def _find(model: str, revision: str | None, download_dir: str | None, load_format: str) -> ModelFiles:
+def _find(
+    model: str, revision: str | None, download_dir: str | None, load_format: str
+) -> ModelFiles:
     local = Path(model).expanduser()
     if local.exists():
         return _local(local)
     if model in PACKAGED_MODELS:
         return ModelFiles("gguf", packaged_model(model))
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        raise ValueError(f"Model {model!r}: no such file or directory, and it can't be an id of the Hugging Face hub.")
+        raise ValueError(
+            f"Model {model!r}: no such file or directory, and it can't be an id of the Hugging Face hub."
+        )
     return _local(_from_hub(model, revision, download_dir, load_format))
 
 
@@ -88,7 +96,11 @@ def _local(path: Path) -> ModelFiles:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return ModelFiles("gguf", ggufs[0])
-    held = f"{len(ggufs)} .gguf files (name one of them)" if ggufs else "neither a config.json nor a .gguf file"
+    held = (
+        f"{len(ggufs)} .gguf files (name one of them)"
+        if ggufs
+        else "neither a config.json nor a .gguf file"
+    )
     raise ValueError(f"Model {str(path)!r} is a directory that holds {held}.")
 
 

@@ -6,8 +6,9 @@ import json
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -61,7 +62,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path} is cut short or no safetensors file: it ends within its header.")
+            raise CheckpointError(
+                f"{path} is cut short or no safetensors file: it ends within its header."
+            )
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -75,7 +78,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     found = {}
     for name, (code, shape, begin, end) in entries.items():
         if code not in _DTYPES:
-            raise CheckpointError(f"Tensor {name} in {path} has dtype {code}; supported are {', '.join(_DTYPES)}.")
+            raise CheckpointError(
+                f"Tensor {name} in {path} has dtype {code}; supported are {', '.join(_DTYPES)}."
+            )
         entry = _Entry(path, _DTYPES[code], shape, start + begin, end - begin)
         expected = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(entry.dtype).itemsize
         if entry.nbytes != expected:
@@ -91,8 +96,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 class SafetensorsReader:
-    """A `CheckpointReader` over a directory. Opening reads every header, so that what is missing or cut short is said
-    before anything is loaded."""
+    """A `CheckpointReader` over a directory. The first question about tensors reads every header, so that what is
+    missing or cut short is said before anything is loaded; without one (dummy weights) config.json is enough."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -100,10 +105,13 @@ class SafetensorsReader:
         if config is None:
             raise CheckpointError(f"{directory} has no config.json.")
         self._config = config
-        self._entries = self._open()
-        self._handles = {path: path.open("rb") for path in {e.path for e in self._entries.values()}}
 
-    def _open(self) -> dict[str, _Entry]:
+    @cached_property
+    def _handles(self) -> dict[Path, BinaryIO]:
+        return {path: path.open("rb") for path in {e.path for e in self._entries.values()}}
+
+    @cached_property
+    def _entries(self) -> dict[str, _Entry]:
         index = read_json(self.directory / INDEX_NAME)
         if index is None:
             files = sorted(self.directory.glob("*.safetensors"))
@@ -154,7 +162,9 @@ class SafetensorsReader:
         entry = self._entries[name]
         stored = numpy_dtype(entry.dtype)
         out = aligned_empty(entry.shape, stored)
-        if not read_bytes(self._handles[entry.path].fileno(), entry.offset, out.reshape(-1).view(np.uint8)):
+        if not read_bytes(
+            self._handles[entry.path].fileno(), entry.offset, out.reshape(-1).view(np.uint8)
+        ):
             raise CheckpointError(f"{entry.path} is cut short: it ends within tensor {name}.")
         if dtype is None or dtype == stored:
             return out
