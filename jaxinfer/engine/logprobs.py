@@ -20,12 +20,12 @@ def token_logprobs(arrays: LogprobArrays, position: int, num_top: int) -> TokenL
 def new_prompt_logprobs(
     request: Request, arrays: LogprobArrays, num_computed: int
 ) -> list[TokenLogprobs]:
-    """Those of the prompt positions after `num_computed` that the request hasn't been given yet: a preempted request
-    computes its prompt again."""
+    """Those of the positions after `num_computed` that belong to the prompt and haven't been given yet: a preempted
+    request computes its prompt again, and its output along with it."""
     num_top = request.sampling_params.prompt_logprobs
     if num_top is None:
         return []
-    stop = len(arrays.ranks)
-    start = min(max(request.num_prompt_logprobs_sent - num_computed, 0), stop)
-    request.num_prompt_logprobs_sent = max(request.num_prompt_logprobs_sent, num_computed + stop)
-    return [token_logprobs(arrays, i, num_top) for i in range(start, stop)]
+    first = max(request.num_prompt_logprobs_sent, num_computed)
+    last = min(num_computed + len(arrays.ranks), len(request.prompt_token_ids) - 1)
+    request.num_prompt_logprobs_sent = max(first, last)
+    return [token_logprobs(arrays, i - num_computed, num_top) for i in range(first, last)]

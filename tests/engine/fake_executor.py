@@ -1,0 +1,292 @@
+"""A device that costs nothing and trusts nobody: the next token is a hash of what the KV cache holds for the row, and
+every plan is checked against what the executor may rely on. And the oracle: the same tokens, one request at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxinfer.config import (
+    CacheConfig,
+    CompilationConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
+from jaxinfer.sampling_params import SamplingParams
+
+VOCAB = 50
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 32
+
+NextToken = Callable[[Sequence[int]], int]
+
+
+def hashed_token(context: Sequence[int]) -> int:
+    return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
+
+
+def make_config(
+    *,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    threshold: int = 0,
+    policy: str = "fcfs",
+    overlap: bool = True,
+    max_model_len: int = MAX_MODEL_LEN,
+    block_size: int = BLOCK_SIZE,
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
+        load=LoadConfig(),
+        cache=CacheConfig(block_size),
+        scheduler=SchedulerConfig(budget, max_num_seqs, threshold, policy, overlap),  # type: ignore[arg-type]
+        parallel=ParallelConfig(),
+        compilation=CompilationConfig(),
+        device="cpu",
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int] | int = 5,
+    *,
+    eos: Sequence[int] = (),
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    **params: object,
+) -> EngineCoreRequest:
+    """`prompt` as a number: that many tokens, others for every request id."""
+    if isinstance(prompt, int):
+        seed = zlib.crc32(request_id.encode())
+        prompt = [(seed >> (i % 24)) % VOCAB for i in range(prompt)]
+    return EngineCoreRequest(
+        request_id,
+        list(prompt),
+        SamplingParams(temperature=0.0, **params),  # type: ignore[arg-type]
+        arrival_time,
+        list(eos),
+        priority,
+    )
+
+
+@dataclass
+class DeviceRow:
+    tokens: list[int]
+    generation: int
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class FakeHandle:
+    def __init__(self, executor: FakeExecutor, result: StepResult) -> None:
+        self._executor = executor
+        self._result = result
+
+    def result(self) -> StepResult:
+        self._executor.log.append("read")
+        assert self._executor.unread[0] is self, "results are read out of order"
+        self._executor.unread.popleft()
+        return self._result
+
+
+class FakeExecutor:
+    """Asserts the promises of `jaxinfer.engine.plan`. `log` holds "execute", "sample" and "read" in their order."""
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, next_token: NextToken = hashed_token
+    ) -> None:
+        self.config = config
+        self.num_blocks = num_blocks
+        self.next_token = next_token
+        self.plans: list[StepPlan] = []
+        self.masks: list[TokenMask | None] = []
+        self.log: list[str] = []
+        self.unread: deque[FakeHandle] = deque()
+        self.shut_down = False
+        self.is_invalid: Callable[[Sequence[int]], bool] = lambda context: False
+        self.num_logprobs: int | None = None
+        self.prompt_logprobs = False
+        self._rows: dict[int, DeviceRow] = {}
+        self._owner: dict[int, tuple[int, int]] = {}
+        self._kv = np.full((num_blocks, config.cache.block_size), -1, np.int64)
+        self._generation = 0
+
+    def execute_model(self, plan: StepPlan) -> None:
+        self.log.append("execute")
+        self.plans.append(plan)
+        limits, block_size = self.config.scheduler, self.config.cache.block_size
+        counts = plan.num_scheduled.tolist()
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert min(counts) >= 1
+        assert len(set(plan.rows.tolist())) == len(plan.rows) <= limits.max_num_seqs
+        assert counts == sorted(counts, key=lambda count: count != 1), "one-token rows come first"
+        for array in (plan.rows, plan.num_scheduled, plan.num_computed, plan.block_ids):
+            assert array.dtype == np.int32
+        for admitted in plan.admitted:
+            self._generation += 1
+            self._rows[admitted.row] = DeviceRow(admitted.token_ids.tolist(), self._generation)
+        for row, col, block in zip(
+            plan.block_rows.tolist(), plan.block_cols.tolist(), plan.block_ids.tolist(), strict=True
+        ):
+            assert 0 < block < self.num_blocks
+            assert col == len(self._rows[row].blocks), "block tables grow at their end"
+            assert row in plan.rows
+            self._rows[row].blocks.append(block)
+            self._owner[block] = (row, self._rows[row].generation)
+        for row_id, count, computed, samples in zip(
+            plan.rows.tolist(),
+            counts,
+            plan.num_computed.tolist(),
+            plan.samples.tolist(),
+            strict=True,
+        ):
+            row = self._rows[row_id]
+            end = computed + count
+            assert computed == row.computed
+            assert end <= len(row.tokens), "a token is computed before it is known"
+            assert samples == (end == len(row.tokens))
+            assert end < self.config.model.max_model_len
+            assert len(row.blocks) == -(-end // block_size), (
+                "neither too few blocks nor more than needed"
+            )
+            for block in row.blocks:
+                assert self._owner[block] == (row_id, row.generation), "a block has two users"
+            for position in range(computed, end):
+                block = row.blocks[position // block_size]
+                self._kv[block, position % block_size] = row.tokens[position]
+            row.computed = end
+
+    def sample_tokens(self, mask: TokenMask | None) -> FakeHandle:
+        self.log.append("sample")
+        self.masks.append(mask)
+        plan = self.plans[-1]
+        masked = {} if mask is None else dict(zip(mask.positions.tolist(), mask.words, strict=True))
+        tokens, invalid = [], []
+        for i, (row_id, samples) in enumerate(zip(plan.rows.tolist(), plan.samples, strict=True)):
+            row = self._rows[row_id]
+            context = self._kv[row.blocks].reshape(-1)[: row.computed].tolist()
+            assert context == row.tokens[: row.computed], "the KV cache holds another's tokens"
+            if not samples:
+                tokens.append(-12345)
+                invalid.append(False)
+                continue
+            words = masked.get(i)
+            token = self.next_token(context)
+            while words is not None and not int(words[token // 32]) >> (token % 32) & 1:
+                token = (token + 1) % VOCAB
+            tokens.append(token)
+            invalid.append(self.is_invalid(context))
+            row.tokens.append(token)
+        handle = FakeHandle(self, self._result(plan, tokens, invalid))
+        self.unread.append(handle)
+        assert len(self.unread) <= (2 if self.config.scheduler.async_scheduling else 1)
+        return handle
+
+    def _result(self, plan: StepPlan, tokens: list[int], invalid: list[bool]) -> StepResult:
+        result = StepResult(np.array(tokens, np.int32), np.array(invalid))
+        if self.num_logprobs is not None:
+            result = replace(result, logprobs=self._logprobs(tokens))
+        if self.prompt_logprobs:
+            result = replace(
+                result,
+                prompt_logprobs={
+                    i: self._logprobs(self._rows[row].tokens[computed + 1 : computed + count + 1])
+                    for i, (row, count, computed) in enumerate(
+                        zip(plan.rows.tolist(), plan.num_scheduled, plan.num_computed, strict=True)
+                    )
+                },
+            )
+        return result
+
+    def _logprobs(self, tokens: list[int]) -> LogprobArrays:
+        columns = np.arange((self.num_logprobs or 0) + 1)
+        ids = np.array(tokens, np.int32)[:, None] + columns
+        return LogprobArrays(ids, -ids.astype(np.float32), np.array(tokens, np.int32) + 1)
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+
+def make_core(
+    num_blocks: int = 64, next_token: NextToken = hashed_token, **config: object
+) -> tuple[EngineCore, FakeExecutor]:
+    resolved = make_config(**config)  # type: ignore[arg-type]
+    executor = FakeExecutor(resolved, num_blocks, next_token)
+    return EngineCore(resolved, executor), executor
+
+
+@dataclass
+class Collected:
+    """What all outputs together said of each request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
+    first_scheduled: list[str] = field(default_factory=list)
+    outputs: list[EngineCoreOutputs] = field(default_factory=list)
+
+    def add(self, outputs: EngineCoreOutputs) -> None:
+        self.outputs.append(outputs)
+        self.first_scheduled += [times.request_id for times in outputs.first_scheduled]
+        for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            assert request_id not in self.ends, "a token after the end"
+            self.tokens.setdefault(request_id, []).append(token)
+        for finished in outputs.finished:
+            assert finished.request_id not in self.ends, "two ends"
+            self.ends[finished.request_id] = (finished.reason, finished.stop_reason)
+
+
+def run(
+    core: EngineCore, requests: Sequence[EngineCoreRequest] = (), max_steps: int = 1000
+) -> Collected:
+    """Add the requests and step until nothing is left."""
+    collected = Collected()
+    for request in requests:
+        core.add_request(request)
+    for _ in range(max_steps):
+        if not core.has_unfinished():
+            return collected
+        collected.add(core.step())
+    raise AssertionError(f"still unfinished after {max_steps} steps")
+
+
+def alone(
+    request: EngineCoreRequest,
+    next_token: NextToken = hashed_token,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> tuple[list[int], tuple[FinishReason, int | str | None]]:
+    """The oracle: tokens and end of a request that has the machine to itself, written as naively as can be."""
+    params = request.sampling_params
+    prompt, output = request.prompt_token_ids, []
+    stops = [*request.eos_token_ids, *(params.stop_token_ids or [])]
+    while True:
+        allowed = set(
+            range(VOCAB) if params.allowed_token_ids is None else params.allowed_token_ids
+        )
+        if len(output) < params.min_tokens:
+            allowed -= set(stops)
+        for word in params.bad_words_token_ids or []:
+            if " ".join(map(str, ["", *output])).endswith(" ".join(map(str, ["", *word[:-1]]))):
+                allowed.discard(word[-1])
+        if not allowed:
+            return output, (FinishReason.ERROR, None)
+        token = next_token([*prompt, *output])
+        while token not in allowed:
+            token = (token + 1) % VOCAB
+        output.append(token)
+        if len(output) >= params.min_tokens:
+            if token in request.eos_token_ids:
+                return output, (FinishReason.STOP, None)
+            if token in stops:
+                return output, (FinishReason.STOP, token)
+        if len(prompt) + len(output) == max_model_len or len(output) == params.max_tokens:
+            return output, (FinishReason.LENGTH, None)
