@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
+from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
 
-_EPS = 1e-5
-"""Temperatures below this are greedy (the smallest at which float32 logits divided by it stay finite)."""
-_MAX_TEMP = 1e-2
+logger = logging.getLogger(__name__)
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: logits divided by it are still finite float32 numbers."""
+_MIN_TEMPERATURE = 1e-2
+"""Smaller temperatures that are not greedy are raised to this, where float32 softmax is still accurate."""
 MAX_STOP_STRINGS = 64
 MAX_N = 16384
+_INT32_MAX = 2**31 - 1
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -31,13 +39,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         presence_penalty: Subtracted once from the logit of each token already in the output, in [-2, 2].
         frequency_penalty: Subtracted per occurrence in the output, in [-2, 2].
         repetition_penalty: Divides (positive) or multiplies (negative) logits of tokens in prompt or output; > 0.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; anything else below 0.01 is taken as 0.01.
         top_p: Keep the smallest set of tokens whose probabilities sum to at least this, in (0, 1].
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
         min_p: Keep tokens at least this fraction as likely as the likeliest one, in [0, 1].
-        seed: The same seed gives the same tokens, whoever shares the batch.
+        seed: The same seed gives the same tokens, whoever shares the batch. -1 is no seed.
         stop: Strings that end the output; not part of the text unless `include_stop_str_in_output`.
-        stop_token_ids: Token ids that end the output and stay part of it.
+        stop_token_ids: Token ids that end the output and stay part of its ids.
         ignore_eos: Generate on after the model's end-of-sequence token.
         max_tokens: Upper bound of the output; None is as many as the context holds.
         min_tokens: No stop token may be sampled, and no stop string ends the output, before this many tokens.
@@ -45,7 +53,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         prompt_logprobs: The same for the prompt's tokens.
         detokenize: Whether to produce text.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces between special tokens in the text.
+        spaces_between_special_tokens: Accepted because vLLM has it; without effect, as fast tokenizers put none.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop token, in the text.
+        output_kind: What streamed outputs hold; `LLM.generate` always returns final outputs.
         logit_bias: Added to the logits of these token ids, clamped to [-100, 100].
         allowed_token_ids: Only these may be sampled.
         bad_words: Words whose token sequences are never completed.
@@ -78,12 +88,161 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     bad_words_token_ids: list[list[int]] | None = None
     """Set by the frontend from `bad_words`: every way each word is tokenized."""
 
+    def __post_init__(self) -> None:
+        self.n = _integer("n", self.n, 1, MAX_N)
+        self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty, 0.0)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be greater than 0, got 0.")
+        self.temperature = _real("temperature", self.temperature, 0.0)
+        self.top_p = _real("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise ValueError("top_p must be in (0, 1], got 0.")
+        self.top_k = _integer("top_k", self.top_k, -1, _INT32_MAX)
+        self.min_p = _real("min_p", self.min_p, 0.0, 1.0)
+        self._check_lengths()
+        self._check_stops()
+        self._check_token_rules()
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise ValueError(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}."
+            ) from None
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True, got detokenize=False.")
+        if self.greedy and self.n > 1:
+            raise ValueError(
+                f"n must be 1 with temperature 0 (all completions would be equal), got {self.n}."
+            )
+        if not self.greedy and self.temperature < _MIN_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g.", self.temperature, _MIN_TEMPERATURE)
+            self.temperature = _MIN_TEMPERATURE
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}."
+            )
+        if self.logprobs is not None:
+            self.logprobs = _integer("logprobs", self.logprobs, -1, _INT32_MAX)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = _integer("prompt_logprobs", self.prompt_logprobs, -1, _INT32_MAX)
+        if self.seed is not None:
+            self.seed = _integer("seed", self.seed, _INT64_MIN, _INT64_MAX)
+            if self.seed == -1:
+                self.seed = None
+
+    def _check_stops(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, str):
+            self.stop = _strings("stop", self.stop)
+            if len(self.stop) > MAX_STOP_STRINGS:
+                raise ValueError(
+                    f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}."
+                )
+        elif self.stop == "":
+            raise ValueError("stop must not be an empty string.")
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+
+    def _check_token_rules(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty: nothing could be sampled.")
+        if self.bad_words is not None:
+            self.bad_words = _strings("bad_words", self.bad_words)
+            if not all(word.strip() for word in self.bad_words):
+                raise ValueError("bad_words must not hold a blank string.")
+        if self.bad_words_token_ids is not None:
+            for ids in self.bad_words_token_ids:
+                if not _token_ids("bad_words_token_ids", ids):
+                    raise ValueError("bad_words_token_ids must not hold an empty list.")
+
     @property
     def greedy(self) -> bool:
-        return self.temperature < _EPS
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def stop_strings(self) -> list[str]:
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} must be an integer, got {value!r}.")
+        value = int(value)
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}.")
+    if value > high:
+        raise ValueError(f"{name} must be at most {high}, got {value}.")
+    return value
+
+
+def _real(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    if type(value) is not float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise ValueError(f"{name} must be a number, got {value!r}.")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}.")
+    if not low <= value <= high:
+        limit = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"at least {low:g}"
+        raise ValueError(f"{name} must be {limit}, got {value}.")
+    return value
+
+
+def _items(name: str, values: Any, of: str) -> list[Any]:
+    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of {of}, got {values!r}.")
+    return list(values)
+
+
+def _strings(name: str, values: Any) -> list[str]:
+    items = _items(name, values, "strings")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise ValueError(f"{name} must hold non-empty strings, got {item!r}.")
+    return items
+
+
+def _token_ids(name: str, values: Any) -> list[int]:
+    return [
+        _integer(f"{name}[{i}]", value, 0, _INT32_MAX)
+        for i, value in enumerate(_items(name, values, "token ids"))
+    ]
+
+
+def _logit_bias(biases: Any) -> dict[int, float]:
+    """Keys may be decimal strings, as in JSON. Biases are clamped, so an infinite one is a very strong one."""
+    if not isinstance(biases, dict):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {biases!r}.")
+    checked: dict[int, float] = {}
+    for key, bias in biases.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = _integer("logit_bias key", token_id, 0, _INT32_MAX)
+        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+            raise ValueError(f"logit_bias[{token_id}] must be a number, got {bias!r}.")
+        checked[token_id] = float(min(100.0, max(-100.0, bias)))
+    return checked

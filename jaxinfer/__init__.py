@@ -1,0 +1,62 @@
+"""LLM inference in JAX. Public names load what they need when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.async_llm import AsyncLLM
+    from jaxinfer.config import EngineArgs
+    from jaxinfer.engine.errors import EngineDeadError
+    from jaxinfer.llm import LLM
+    from jaxinfer.outputs import (
+        CompletionOutput,
+        Logprob,
+        RequestFailedError,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineDeadError",
+    "Logprob",
+    "RequestFailedError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+_MODULES = {
+    "LLM": "jaxinfer.llm",
+    "AsyncLLM": "jaxinfer.async_llm",
+    "EngineArgs": "jaxinfer.config",
+    "EngineDeadError": "jaxinfer.engine.errors",
+    "RequestOutputKind": "jaxinfer.sampling_params",
+    "SamplingParams": "jaxinfer.sampling_params",
+} | dict.fromkeys(
+    ("CompletionOutput", "Logprob", "RequestFailedError", "RequestMetrics", "RequestOutput"),
+    "jaxinfer.outputs",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jaxinfer")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

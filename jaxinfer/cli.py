@@ -1,0 +1,178 @@
+"""The `jaxinfer` command. Exit codes: 0, 1 when a request or the engine failed, 2 for bad input, 130 on Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, sampling_params
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.outputs import RequestFailedError, RequestOutput
+from jaxinfer.sampling_params import RequestOutputKind
+
+_GENERATE_MAX_TOKENS = 128
+_CHAT_MAX_TOKENS = 1024
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    parsed = parser.parse_args(argv)
+    if parsed.version:
+        print(_version())
+        return 0
+    if parsed.command is None:
+        parser.print_help()
+        return 2
+    logging.basicConfig(
+        level=parsed.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    command: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return command(parsed)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain once more while it exits.
+        sys.stdout = None
+        return 1
+    except (EngineDeadError, RequestFailedError) as error:
+        return _complain(error, 1)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+
+
+def _complain(error: Exception, code: int) -> int:
+    logging.getLogger(__name__).debug("Details:", exc_info=error)
+    print(f"jaxinfer: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxinfer", description="LLM inference in JAX.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="print the version and exit", dest="version"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    generate = _command(commands, "generate", _generate, "complete prompts")
+    add_engine_args(generate)
+    prompts = generate.add_argument_group("input and output")
+    prompts.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated; without, one per line of stdin",
+    )
+    prompts.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
+    add_sampling_args(generate)
+
+    chat = _command(commands, "chat", _chat, "talk to a model in the terminal")
+    add_engine_args(chat)
+    talk = chat.add_argument_group("conversation")
+    talk.add_argument("--system", metavar="TEXT", help="system message")
+    talk.add_argument("--message", metavar="TEXT", help="answer this one message and exit")
+    add_sampling_args(chat)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning", "error"),
+        help="of the log on stderr (default: warning)",
+    )
+    return parser
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    prompts = parsed.prompt
+    if prompts is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give --prompt, or one prompt per line on stdin.")
+        prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    args = engine_args(parsed)
+    from jaxinfer.llm import LLM
+
+    with LLM.from_engine_args(args) as llm:
+        defaults = llm.get_default_sampling_params()
+        params = sampling_params(parsed, defaults, max_tokens=_GENERATE_MAX_TOKENS)
+        outputs = llm.generate(prompts, params, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
+    write = _write_json if parsed.json else _write_text
+    for output in outputs:
+        write(output, is_only=len(outputs) == 1)
+    return 0
+
+
+def _write_text(output: RequestOutput, is_only: bool) -> None:
+    if not is_only:
+        print(f"=== {output.prompt}")
+    for completion in output.outputs:
+        if len(output.outputs) > 1:
+            print(f"--- {completion.index}")
+        print(completion.text)
+
+
+def _write_json(output: RequestOutput, is_only: bool) -> None:
+    print(
+        json.dumps(
+            {
+                "prompt": output.prompt,
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                "outputs": [
+                    {
+                        "index": completion.index,
+                        "text": completion.text,
+                        "token_ids": completion.token_ids,
+                        "finish_reason": completion.finish_reason,
+                        "stop_reason": completion.stop_reason,
+                    }
+                    for completion in output.outputs
+                ],
+            },
+            ensure_ascii=False,
+        )
+    )
+
+
+def _chat(parsed: argparse.Namespace) -> int:
+    args = engine_args(parsed)
+    from jaxinfer.async_llm import AsyncLLM
+    from jaxinfer.chat_session import ChatSession
+
+    llm = AsyncLLM.from_engine_args(args)
+    try:
+        params = sampling_params(
+            parsed,
+            llm.get_default_sampling_params(),
+            max_tokens=_CHAT_MAX_TOKENS,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        with ChatSession(llm, params, parsed.system) as session:
+            if parsed.message is None:
+                session.run()
+            else:
+                session.answer(parsed.message)
+    finally:
+        llm.shutdown()
+    return 0
+
+
+def _version() -> str:
+    import jaxinfer
+
+    return f"jaxinfer {jaxinfer.__version__}"

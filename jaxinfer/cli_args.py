@@ -1,0 +1,176 @@
+"""Command-line flags: one per field of `EngineArgs`, and one per sampling parameter that can be typed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.config import EngineArgs
+from jaxinfer.sampling_params import SamplingParams
+
+_GROUPS: dict[str, dict[str, str]] = {
+    "model": {
+        "tokenizer": "id or path of the tokenizer, when it isn't the model's",
+        "revision": "branch, tag or commit of a model on the hub",
+        "download_dir": "where downloads are kept",
+        "load_format": "auto, safetensors, gguf, orbax, or dummy for random weights",
+        "dtype": "auto (the checkpoint's), float32, bfloat16 or float16",
+        "max_model_len": "longest request, prompt and output together (default: the model's limit)",
+        "hf_overrides": "JSON object that replaces fields of the model's config.json",
+        "generation_config": "auto: sampling defaults of the model; vllm: none; or a folder",
+        "served_model_name": "name under which the model answers",
+        "seed": "seed of requests that bring none",
+        "max_logprobs": "most logprobs that a request may ask for",
+    },
+    "memory": {
+        "gpu_memory_utilization": "fraction of the device's memory to use, in (0, 1]",
+        "kv_cache_memory_bytes": "size of the KV cache; accepts 512M, 2G, …",
+        "num_gpu_blocks_override": "size of the KV cache in blocks",
+        "block_size": "tokens per block of the KV cache",
+    },
+    "scheduling": {
+        "max_num_seqs": "most requests that run at once",
+        "max_num_batched_tokens": "most tokens in a step",
+        "long_prefill_token_threshold": "longest chunk of a prompt in a step, 0 for no limit",
+        "scheduling_policy": "fcfs, or priority: lower values first",
+        "async_scheduling": "launch a step before the tokens of the last one are read",
+    },
+    "execution": {
+        "tensor_parallel_size": "number of devices that share each layer",
+        "warmup": "compile all programs at the start, or each when first needed",
+        "compilation_cache_dir": "where compiled programs are kept",
+    },
+}
+
+_SAMPLING: dict[str, str] = {
+    "max_tokens": "longest output",
+    "min_tokens": "shortest output",
+    "temperature": "0 is greedy",
+    "top_p": "keep the likeliest tokens whose probabilities sum to this, in (0, 1]",
+    "top_k": "keep the k likeliest tokens, 0 for all",
+    "min_p": "keep tokens at least this fraction as likely as the likeliest, in [0, 1]",
+    "n": "outputs per prompt",
+    "seed": "the same seed gives the same text",
+    "repetition_penalty": "divides logits of tokens that occurred, > 0",
+    "presence_penalty": "subtracted from logits of tokens in the output, in [-2, 2]",
+    "frequency_penalty": "subtracted once per occurrence, in [-2, 2]",
+    "ignore_eos": "generate on after the end of the text",
+}
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def add_engine_args(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="model id, folder or file")
+    hints = typing.get_type_hints(EngineArgs)
+    names = [field.name for field in dataclasses.fields(EngineArgs) if field.name != "model"]
+    described = {name for group in _GROUPS.values() for name in group}
+    others = {name: "see EngineArgs" for name in names if name not in described}
+    for title, group in [*_GROUPS.items(), ("other engine options", others)]:
+        section = parser.add_argument_group(title)
+        for name, text in group.items():
+            _add_flag(section, name, hints[name], text, _engine_default(name))
+
+
+def engine_args(parsed: argparse.Namespace) -> EngineArgs:
+    """Raises `ValueError` for values that `EngineArgs` refuses."""
+    return EngineArgs(
+        **{
+            field.name: getattr(parsed, field.name)
+            for field in dataclasses.fields(EngineArgs)
+            if hasattr(parsed, field.name)
+        }
+    )
+
+
+def add_sampling_args(parser: argparse.ArgumentParser) -> None:
+    """Their destinations start with `sampling_`, as the engine has a seed too."""
+    section = parser.add_argument_group("sampling (default: the model's own)")
+    hints = typing.get_type_hints(SamplingParams)
+    for name, text in _SAMPLING.items():
+        flag = "sampling_seed" if name == "seed" else name
+        _add_flag(section, flag, hints[name], text, None, dest=f"sampling_{name}")
+    section.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        dest="sampling_stop",
+        metavar="TEXT",
+        help="end the output before this text (may be repeated)",
+    )
+
+
+def sampling_params(
+    parsed: argparse.Namespace, defaults: SamplingParams, **more: Any
+) -> SamplingParams:
+    """`defaults` with what was typed. Raises `ValueError` for values that `SamplingParams` refuses."""
+    import msgspec
+
+    typed = {
+        name: getattr(parsed, f"sampling_{name}")
+        for name in (*_SAMPLING, "stop")
+        if hasattr(parsed, f"sampling_{name}")
+    }
+    return msgspec.structs.replace(defaults, **(more | typed))
+
+
+def _engine_default(name: str) -> Any:
+    field = next(f for f in dataclasses.fields(EngineArgs) if f.name == name)
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _add_flag(
+    section: Any, name: str, hint: Any, text: str, default: Any, dest: str | None = None
+) -> None:
+    """What isn't typed is left out of the parsed arguments, so that defaults stay in one place."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": dest or name}
+    kind, choices = _kind(hint)
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = {int: _integer, dict: _json_object}.get(kind, kind)
+        options["choices"] = choices
+        if choices is None:
+            options["metavar"] = {int: "N", float: "X", dict: "JSON"}.get(kind, "TEXT")
+    if default not in (None, ""):
+        text = f"{text} (default: {default})"
+    options["help"] = text.replace("%", "%%")
+    section.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _kind(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
+    """The type to read, and the allowed values of a Literal."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return str, typing.get_args(hint)
+    return (origin or hint), None
+
+
+def _integer(text: str) -> int:
+    """Plain, or with a suffix: k, m, g, t are powers of 1000, K, M, G, T of 1024."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT])", text)
+    if match is not None:
+        return int(float(match[1]) * _SUFFIXES[match[2]])
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

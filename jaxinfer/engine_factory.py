@@ -1,0 +1,93 @@
+"""Puts an engine together: model files, tokenizer, executor and core, from the flat arguments that people type."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.config import Device, EngineArgs, EngineConfig
+from jaxinfer.frontend.processor import Processor
+from jaxinfer.frontend.token_text import TokenText
+from jaxinfer.frontend.tokenizer import Tokenizer
+from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.core import EngineCore
+    from jaxinfer.weights.reader import CheckpointReader
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts that `LLM` and `AsyncLLM` share; each reaches the core through a client of its own."""
+
+    config: EngineConfig
+    core: EngineCore
+    tokenizer: Tokenizer
+    processor: Processor
+    token_text: TokenText
+
+
+def build_engine(args: EngineArgs) -> Engine:
+    """Load a model and everything around it.
+
+    Raises `ValueError` for a model that can't be found, read or run, and for arguments that don't fit it.
+    """
+    files = _resolve(args, args.model)
+    tokenizer_files = files if args.tokenizer is None else _resolve(args, args.tokenizer)
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+        # Much of its work is Rust and needs no GIL, while importing JAX and reading weights leave a core idle.
+        loading = pool.submit(Tokenizer.load, tokenizer_files)
+        reader = open_checkpoint(files)
+        config, core = _build_core(args, reader)
+        tokenizer = loading.result()
+    processor = Processor(
+        config.model,
+        tokenizer,
+        generation_config(args.generation_config, reader),
+        use_generation_defaults=args.generation_config != "vllm",
+    )
+    return Engine(config, core, tokenizer, processor, TokenText(tokenizer))
+
+
+def generation_config(choice: str, reader: CheckpointReader) -> dict[str, Any] | None:
+    """The checkpoint's, or that of the folder named by `choice`."""
+    if choice in ("auto", "vllm"):
+        return reader.generation_config()
+    from jaxinfer.weights.safetensors import read_json
+
+    path = Path(choice).expanduser() / "generation_config.json"
+    config = read_json(path)
+    if config is None:
+        raise ValueError(
+            f'generation_config must be "auto", "vllm" or a folder; there is no {path}.'
+        )
+    return config
+
+
+def _resolve(args: EngineArgs, model: str) -> ModelFiles:
+    return resolve_model(
+        model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        load_format=args.load_format if model == args.model else "auto",
+    )
+
+
+def _build_core(args: EngineArgs, reader: CheckpointReader) -> tuple[EngineConfig, EngineCore]:
+    import jax
+
+    from jaxinfer.engine.core import EngineCore
+    from jaxinfer.executor.build import build_executor
+    from jaxinfer.models.registry import describe_model
+
+    model = describe_model(reader.config() | args.hf_overrides, args.max_model_len)
+    device: Device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    config = args.create_engine_config(model, device)
+    executor = build_executor(config, model, reader)
+    try:
+        return config, EngineCore(config, executor)
+    except BaseException:
+        executor.shutdown()
+        raise

@@ -1,0 +1,214 @@
+"""`LLM`: a model that completes lists of prompts, in the caller's process and thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from numbers import Integral
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from jaxinfer.config import EngineArgs
+from jaxinfer.engine.client import InprocClient
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.engine.messages import FinishReason
+from jaxinfer.engine_factory import Engine, build_engine
+from jaxinfer.frontend.output_processor import OutputProcessor
+from jaxinfer.frontend.processor import PreparedRequest, Prompt
+from jaxinfer.frontend.progress import BatchProgress
+from jaxinfer.outputs import RequestFailedError, RequestOutput
+from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.frontend.tokenizer import Tokenizer
+
+type Message = dict[str, Any]
+type Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """Takes the arguments of `EngineArgs`. A context manager; `shutdown` releases the device.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self._start(build_engine(EngineArgs(model=model, **engine_args)))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        return cls.from_engine(build_engine(args))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: Engine) -> None:
+        self.config = engine.config
+        self._tokenizer = engine.tokenizer
+        self._processor = engine.processor
+        self._outputs = OutputProcessor(engine.token_text)
+        self._client = InprocClient(engine.core)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs come in the prompts' order.
+
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids". `sampling_params`:
+        one for all, one per prompt, or None for the model's own defaults. Lower priorities go first, if the engine
+        schedules by priority.
+
+        Raises `ValueError` before anything starts when one of the prompts can't be run, and `RequestFailedError`
+        when all have ended but some with an error.
+        """
+        prompts = _prompt_list(prompts)
+        return self._run(
+            self._prepare(prompts, sampling_params, priority, add_special_tokens=True), use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, formatted by the model's chat template or the one given."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        template_args: dict[str, Any] = dict(chat_template_kwargs or {})
+        template_args["add_generation_prompt"] = add_generation_prompt
+        if continue_final_message:
+            template_args["continue_final_message"] = True
+        if chat_template is not None:
+            template_args["chat_template"] = chat_template
+        if tools is not None:
+            template_args["tools"] = tools
+        prompts: list[Prompt] = [
+            self._tokenizer.apply_chat_template(list(conversation), **template_args)
+            for conversation in conversations
+        ]
+        return self._run(
+            self._prepare(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own, from its generation config."""
+        return self._processor.get_default_sampling_params()
+
+    def shutdown(self) -> None:
+        self._client.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _prepare(
+        self,
+        prompts: list[Prompt],
+        params: Params,
+        priority: int | Sequence[int] | None,
+        add_special_tokens: bool,
+    ) -> list[PreparedRequest]:
+        each_params = _per_prompt("sampling_params", params, len(prompts))
+        priorities = _per_prompt("priority", 0 if priority is None else priority, len(prompts))
+        prepared = []
+        for i, prompt in enumerate(prompts):
+            try:
+                prepared.append(
+                    self._processor.prepare(
+                        prompt,
+                        each_params[i],
+                        priority=priorities[i],
+                        add_special_tokens=add_special_tokens,
+                    )
+                )
+            except ValueError as error:
+                if len(prompts) == 1:
+                    raise
+                raise ValueError(f"prompt {i}: {error}") from error
+        return prepared
+
+    def _run(
+        self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
+        results: dict[int, RequestOutput] = {}
+        progress = BatchProgress(len(prepared), use_tqdm)
+
+        def take(index: int, output: RequestOutput) -> None:
+            results[index] = output
+            progress.finish_prompt(len(output.prompt_token_ids))
+
+        try:
+            for i, request in enumerate(prepared):
+                self._outputs.add(request, partial(take, i), RequestOutputKind.FINAL_ONLY)
+                for core_request in request.core_requests:
+                    self._client.add_request(core_request)
+            while self._outputs.num_unfinished:
+                if not self._client.has_unfinished():
+                    raise EngineDeadError("The engine core has lost requests.")
+                step = self._client.get_output()
+                progress.add_written(len(step.token_ids))
+                to_abort = self._outputs.process(step)
+                if to_abort:
+                    self._client.abort_requests(to_abort)
+        except BaseException:
+            self._client.abort_requests(self._outputs.abort(self._outputs.requests()))
+            raise
+        finally:
+            progress.close()
+        return _checked([results[i] for i in range(len(prepared))])
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a list of one; a list of integers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, got {prompts!r}.")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
+
+
+def _per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise ValueError(
+            f"{name} must be one for all or one per prompt ({num_prompts}), got {len(value)}."
+        )
+    return list(value)
+
+
+def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    failures = {
+        i: str(completion.stop_reason)
+        for i, output in enumerate(outputs)
+        for completion in output.outputs
+        if completion.finish_reason == str(FinishReason.ERROR)
+    }
+    if failures:
+        raise RequestFailedError(failures, outputs)
+    return outputs
