@@ -93,7 +93,7 @@ def _compile(template: str):
     class GenerationBlocks(Extension):
         """`{% generation %}` marks what a model wrote, for training; here only its content counts."""
 
-        tags = {"generation"}  # noqa: RUF012 (jinja2 reads a class attribute)
+        tags = {"generation"}
 
         def parse(self, parser: Any) -> list[Any]:
             next(parser.stream)

@@ -21,31 +21,31 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DEEPSEEK3 = [
+_DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-]
+)
 
 # `tokenizer.ggml.pre`: patterns, each of which splits what the ones before it left.
-_SPLITS: dict[str, list[str]] = {
-    "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), [_GPT2]),
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        [r"\p{N}", _GPT2],
+        (r"\p{N}", _GPT2),
     ),
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"),
-        [_LLAMA3],
+        (_LLAMA3,),
     ),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"),
-        [_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")],
+        (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
     ),
-    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"],
-    "tekken": [_TEKKEN],
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
+    "tekken": (_TEKKEN,),
     "deepseek-v3": _DEEPSEEK3,
 }
 # A word that is a token as a whole is taken before any merge; the text begins with the bos token unless the file says
