@@ -25,11 +25,20 @@ def main() -> int:
 
     import jax
 
-    from jaxinfer.weights import load_model
+    from jaxinfer.models.functional import FunctionalDecoder
+    from jaxinfer.models.registry import describe_model
+    from jaxinfer.parallel.mesh import make_mesh
+    from jaxinfer.weights.loader import load_leaves
+    from jaxinfer.weights.resolve import open_checkpoint, resolve_model
 
     jax.devices()  # the backend's own memory belongs to the libraries, not to the loading
     before = peak_memory_bytes()
-    leaves = jax.block_until_ready(jax.tree.leaves(load_model(args.model, dtype=args.dtype)))
+    reader = open_checkpoint(resolve_model(args.model))
+    model = describe_model(reader.config())
+    decoder = FunctionalDecoder.create(model.spec, make_mesh(), args.dtype)
+    plan = model.checkpoint_plan(decoder.dims)
+    loaded = load_leaves(reader, plan, decoder.leaves, ignored=model.ignored_tensors)
+    leaves = jax.block_until_ready(list(loaded.values()))
     peak = peak_memory_bytes()
 
     sizes = [leaf.nbytes for leaf in leaves]

@@ -173,13 +173,10 @@ def parse_args() -> argparse.Namespace:
 def model_vocab_size(args: argparse.Namespace) -> int:
     if args.vocab_size:
         return args.vocab_size
-    config = Path(args.model) / "config.json"
-    if config.exists():
-        fields = json.loads(config.read_text())
-        return fields.get("vocab_size") or fields["text_config"]["vocab_size"]
-    from jaxinfer.weights import load_model_config
+    from jaxinfer.weights.resolve import open_checkpoint, resolve_model
 
-    return load_model_config(args.model).vocab_size
+    config = open_checkpoint(resolve_model(args.model)).config()
+    return config.get("vocab_size") or config["text_config"]["vocab_size"]
 
 
 def main() -> int:

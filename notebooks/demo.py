@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from jaxinfer import AsyncLLM, RequestOutput, SamplingParams
-from jaxinfer.config import EngineArgs
-from jaxinfer.sampling_params import RequestOutputKind
+from jaxinfer import AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
 
 START = time.monotonic()
 
