@@ -122,6 +122,6 @@ class PoolAgainstLists(RuleBasedStateMachine):
 
 
 PoolAgainstLists.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=125, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )
 TestPoolAgainstLists = PoolAgainstLists.TestCase
