@@ -151,13 +151,11 @@ class MemoryUse:
 class CompiledReport:
     """A program compiled for a target: seconds spent, memory, and the optimised HLO's text."""
 
-    trace_seconds: float
     lower_seconds: float
+    """Tracing included."""
     compile_seconds: float
     memory: MemoryUse
     hlo: str
-    argument_labels: tuple[str, ...]
-    """Where each parameter of the HLO sits in the arguments, e.g. "[1]['layers'][0]['o']"."""
     executable: jax.stages.Compiled
 
 
@@ -177,8 +175,7 @@ def compile_for(
         args: Trees of `jax.ShapeDtypeStruct`; one without a sharding is replicated over the mesh.
         donate_argnums: As for `jax.jit`.
         out_shardings: As for `jax.jit`; None lets XLA choose.
-        compiler_options: XLA flags without their dashes, e.g.
-            {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}.
+        compiler_options: See `compile_lowered`.
     """
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -187,22 +184,30 @@ def compile_for(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     args = jax.tree.map(placed, tuple(args))
-    # Unused arguments stay, so that the HLO's parameters are the leaves of `args`, in order.
     kwargs = {} if out_shardings is None else {"out_shardings": out_shardings}
-    jitted = jax.jit(fn, donate_argnums=donate_argnums, keep_unused=True, **kwargs)
+    jitted = jax.jit(fn, donate_argnums=donate_argnums, **kwargs)
+    return compile_lowered(mesh, lambda: jitted.lower(*args), compiler_options)
+
+
+def compile_lowered(
+    mesh: jax.sharding.Mesh,
+    lower: Callable[[], jax.stages.Lowered],
+    compiler_options: dict[str, Any] | None = None,
+) -> CompiledReport:
+    """Compile what `lower` lowers, with arguments that carry shardings over `mesh`.
+
+    `compiler_options` are XLA's flags without their dashes, e.g.
+    {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}.
+    """
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jitted.trace(*args)
-        traced_at = time.perf_counter()
-        lowered = traced.lower()
+        lowered = lower()
     lowered_at = time.perf_counter()
     compiled = lowered.compile(compiler_options=compiler_options)
     compiled_at = time.perf_counter()
     use = compiled.memory_analysis()
-    paths, _ = jax.tree_util.tree_flatten_with_path(args)
     return CompiledReport(
-        trace_seconds=traced_at - start,
-        lower_seconds=lowered_at - traced_at,
+        lower_seconds=lowered_at - start,
         compile_seconds=compiled_at - lowered_at,
         memory=MemoryUse(
             arguments=use.argument_size_in_bytes,
@@ -211,6 +216,5 @@ def compile_for(
             temporaries=use.temp_size_in_bytes,
         ),
         hlo=compiled.as_text(),
-        argument_labels=tuple(jax.tree_util.keystr(path) for path, _ in paths),
         executable=compiled,
     )

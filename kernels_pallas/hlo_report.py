@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kernels_pallas.hlo_costs import (
@@ -107,7 +107,6 @@ class HloReport:
 
 def analyze(
     text: str,
-    labels: Sequence[str],
     *,
     watched: Mapping[str, int] | None = None,
     indexed_reads: Mapping[str, int] | None = None,
@@ -116,24 +115,31 @@ def analyze(
 
     Args:
         text: `compiled.as_text()`.
-        labels: A name for each of the module's parameters.
-        watched: Labels whose data may not be moved, with the least bytes that are worth reporting (1 MiB is about
+        watched: Inputs whose data may not be moved, with the least bytes that are worth reporting (1 MiB is about
             where a copy starts to cost as much as a launch).
-        indexed_reads: Bytes that a custom call reads of the input of this label; what it reaches through indices
-            can't be seen in the HLO, and the whole input would be wrong for a paged cache.
+        indexed_reads: Bytes that a custom call reads of this input; what it reaches through indices can't be seen in
+            the HLO, and the whole input would be wrong for a paged cache.
 
-    Raises `ValueError` when the module has another number of parameters.
+    Inputs go by the names that JAX gives them: the traced function's parameter and the path in its tree, such as
+    "kv_cache[3][0]". `inputs_of` lists them.
     """
     module = parse_module(text)
-    parameters = module.entry.parameters
-    if len(labels) != len(parameters):
-        raise ValueError(
-            f"labels has {len(labels)} names, but the module has {len(parameters)} parameters."
-        )
+    labels = _labels(module)
     walk = _Walk(module, dict(watched or {}), dict(indexed_reads or {}))
     walk.computation(module.entry, list(labels), 1)
     aliased = tuple(labels[i] for i in sorted(module.aliased_parameters))
     return HloReport(tuple(walk.kernels), tuple(walk.moved), aliased, walk.num_open_loops)
+
+
+def inputs_of(text: str) -> dict[str, int]:
+    """Bytes of each of a module's inputs (on one device), by name and in order."""
+    module = parse_module(text)
+    sizes = [num_bytes(parameter.shape) for parameter in module.entry.parameters]
+    return dict(zip(_labels(module), sizes, strict=True))
+
+
+def _labels(module: HloModule) -> list[str]:
+    return [p.op_name or p.name for p in module.entry.parameters]
 
 
 @dataclass

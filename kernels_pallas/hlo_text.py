@@ -75,7 +75,7 @@ class Instruction:
     def op_name(self) -> str:
         """Where in the traced function it comes from, e.g. "jit(step)/dot_general"; "" when XLA made it up."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        return match[1].replace("\\'", "'") if match else ""
 
     def dimensions(self, attribute: str) -> tuple[int, ...]:
         """An attribute that lists dimensions, e.g. lhs_contracting_dims={1}."""

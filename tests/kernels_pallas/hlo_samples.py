@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.gpu_target import compile_for, device_mesh
-from kernels_pallas.hlo_report import analyze
+from kernels_pallas.hlo_report import analyze, inputs_of
 
 L, PAGES, K, S, H, E, T = 3, 256, 8, 16, 64, 512, 16
 BF16, I32 = jnp.bfloat16, jnp.int32
@@ -60,10 +60,11 @@ def report(variant: str, target: str = "h200", donate: bool = True) -> dict[str,
     compiled = compile_for(
         device_mesh(target), globals()[variant], args, donate_argnums=(0,) if donate else ()
     )
-    labels = compiled.argument_labels
-    hlo = analyze(compiled.hlo, labels, watched={x: 1 << 16 for x in labels if x[1] in "01"})
+    inputs = inputs_of(compiled.hlo)
+    watched = [name for name in inputs if name.startswith(("caches", "weights"))]
+    hlo = analyze(compiled.hlo, watched=dict.fromkeys(watched, 1 << 16))
     return {
-        "labels": labels,
+        "inputs": inputs,
         "alias": compiled.memory.alias,
         "arguments": compiled.memory.arguments,
         "temporaries": compiled.memory.temporaries,
@@ -84,7 +85,7 @@ def tensor_parallel(num_devices: int) -> dict[str, Any]:
     args = [jax.ShapeDtypeStruct(s, BF16, sharding=cut) for s in ((T, E), (E, E))]
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     compiled = compile_for(mesh, lambda x, w: x @ w.T, args, out_shardings=whole)
-    hlo = analyze(compiled.hlo, compiled.argument_labels)
+    hlo = analyze(compiled.hlo)
     return {
         "arguments": compiled.memory.arguments,
         "flops": hlo.flops,

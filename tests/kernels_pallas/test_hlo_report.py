@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels_pallas.hlo_report import analyze
+from kernels_pallas.hlo_report import analyze, inputs_of
 from kernels_pallas.hlo_text import Array, parse_module
 
 STEP = """HloModule jit_step, is_scheduled=true, input_output_alias={ {1}: (0, {}, may-alias) }, entry_computation_layout={(bf16[8,16]{1,0})->bf16[8,16]{1,0}}
@@ -43,11 +43,10 @@ ENTRY %main (cache: bf16[64,16], slots: s32[4,1], x: f32[4,16], w: bf16[32,16]) 
   ROOT %result = (f32[4,32]{1,0}, bf16[64,16]{1,0}) tuple(%gemm, %update)
 }
 """
-LABELS = ("cache", "slots", "x", "w")
 
 
-def kernels_of(text: str, labels: tuple[str, ...] = LABELS, **options):
-    report = analyze(text, labels, **options)
+def kernels_of(text: str, **options):
+    report = analyze(text, **options)
     return report, {kernel.name: kernel for kernel in report.kernels}
 
 
@@ -106,11 +105,11 @@ ENTRY %main (w: bf16[32,16]) -> {shape} {{
   {launch}
 }}
 """
-    report = analyze(text, ["w"], watched={"w": 0})
+    report = analyze(text, watched={"w": 0})
     assert [(m.kernel, m.label) for m in report.moved] == [("launch", "w")]
     size = report.moved[0].num_bytes
-    assert analyze(text, ["w"], watched={"w": size + 1}).moved == ()
-    assert analyze(text, ["w"]).moved == ()
+    assert analyze(text, watched={"w": size + 1}).moved == ()
+    assert analyze(text).moved == ()
 
 
 LOOP = """HloModule m
@@ -141,9 +140,7 @@ ENTRY %main (i: s32[], a: bf16[64,16], b: bf16[64,16]) -> bf16[64,16] {
 
 def test_loops_multiply_and_carry_their_inputs_along():
     trips = ', backend_config={"known_trip_count":{"n":"7"}}'
-    report, kernels = kernels_of(
-        LOOP.replace("%TRIPS", trips), ("i", "a", "b"), watched={"a": 0, "b": 0}
-    )
+    report, kernels = kernels_of(LOOP.replace("%TRIPS", trips), watched={"a": 0, "b": 0})
     assert (kernels["row"].count, kernels["row"].num_bytes) == (7, 2 * 16 * 2 + 4)
     assert kernels["written"].bytes_written == 16 * 2
     assert report.num_kernels == 7 * 2 + 1
@@ -153,7 +150,7 @@ def test_loops_multiply_and_carry_their_inputs_along():
 
 
 def test_loops_of_unknown_length_are_counted_once_and_said_to_be_open():
-    report, kernels = kernels_of(LOOP.replace("%TRIPS", ""), ("i", "a", "b"))
+    report, kernels = kernels_of(LOOP.replace("%TRIPS", ""))
     assert kernels["row"].count == 1
     assert report.num_open_loops == 1
 
@@ -173,8 +170,7 @@ ENTRY %main (pages: bf16[1000,16], q: bf16[4,16], w: bf16[32,16]) -> bf16[4,32] 
 
 
 def test_library_calls_and_kernels_that_read_through_indices():
-    labels = ("pages", "q", "w")
-    report, kernels = kernels_of(CALLS, labels, watched={"pages": 0})
+    report, kernels = kernels_of(CALLS, watched={"pages": 0})
     assert kernels["attend"].opcode == "mosaic_gpu_v2"
     assert kernels["attend"].bytes_read == (4 + 1000) * 16 * 2
     assert (kernels["write"].bytes_read, kernels["write"].bytes_written) == (4 * 16 * 2, 0)
@@ -182,7 +178,7 @@ def test_library_calls_and_kernels_that_read_through_indices():
     # The scratch space of the library isn't data.
     assert kernels["gemm"].bytes_written == 4 * 32 * 2
     assert [m.kernel for m in report.moved] == ["again"]
-    _, kernels = kernels_of(CALLS, labels, indexed_reads={"pages": 640})
+    _, kernels = kernels_of(CALLS, indexed_reads={"pages": 640})
     assert kernels["attend"].bytes_read == 4 * 16 * 2 + 640
 
 
@@ -194,15 +190,22 @@ ENTRY %main (x: f32[8,16]) -> f32[8,16] {
   ROOT %done = f32[8,16]{1,0} all-reduce-done(%start)
 }
 """
-    report, kernels = kernels_of(text, ("x",))
+    report, kernels = kernels_of(text)
     assert list(kernels) == ["start"]
     assert (kernels["start"].bytes_read, kernels["start"].bytes_written) == (512, 512)
     assert report.collective_bytes == 512
 
 
-def test_labels_must_fit_the_parameters():
-    with pytest.raises(ValueError, match="labels has 1 names, but the module has 4 parameters"):
-        analyze(STEP, ["cache"])
+def test_inputs_go_by_the_names_that_jax_gave_them():
+    text = """HloModule m
+ENTRY %main (p0: bf16[4,2], p1: s32[3]) -> bf16[4,2] {
+  %p0 = bf16[4,2]{1,0} parameter(0), metadata={op_name="params[\\'w\\']"}
+  %p1 = s32[3]{0} parameter(1)
+  ROOT %copied = bf16[4,2]{1,0} copy(%p0)
+}
+"""
+    assert inputs_of(text) == {"params['w']": 16, "p1": 12}
+    assert analyze(text).kernels[0].inputs == ("params['w']",)
 
 
 def test_text_that_is_no_module():
