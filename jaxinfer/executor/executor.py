@@ -15,7 +15,7 @@ from jaxinfer.executor import kv_cache
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.model_runner import ModelRunner
-from jaxinfer.executor.program_cache import CompileGuard, ProgramCache
+from jaxinfer.executor.program_cache import CompileGuard, ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_state import SamplerState, sampler_state_nbytes
 from jaxinfer.executor.sampling_rows import SamplingRows
@@ -37,6 +37,7 @@ class MeshExecutor:
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, load: LoadLeaves):
         start = time.perf_counter()
+        use_persistent_cache(config.compilation.cache_dir)
         self._guard = CompileGuard()
         mesh = make_mesh(config.parallel.tensor_parallel_size)
         device = mesh.devices.flat[0]

@@ -7,10 +7,12 @@ After warm-up nothing should compile: a compilation in the middle of serving sta
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 
@@ -19,6 +21,23 @@ logger = logging.getLogger(__name__)
 _BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 CompileFn = Callable[[], jax.stages.Compiled]
+
+
+def use_persistent_cache(directory: str | None) -> None:
+    """Let XLA keep what it compiles in `directory`, by default `$JAXINFER_CACHE/xla` (~/.cache/jaxinfer/xla).
+
+    A cache that the process has already chosen (JAX_COMPILATION_CACHE_DIR or `jax.config`) stays, unless `directory`
+    asks for another.
+    """
+    if directory is None:
+        if jax.config.jax_compilation_cache_dir is not None:
+            return
+        root = os.environ.get("JAXINFER_CACHE", "~/.cache/jaxinfer")
+        directory = str(Path(root).expanduser() / "xla")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # Every program of a step is worth keeping: a second start then compiles none of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 class CompileGuard:
