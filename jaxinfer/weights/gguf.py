@@ -50,6 +50,8 @@ class GGUFReader:
     """A `CheckpointReader`. Raises `CheckpointError` on opening where the file is cut short, split over several files,
     or of an architecture that isn't supported."""
 
+    holds_leaves = False
+
     def __init__(self, path: Path) -> None:
         self.file = read_gguf_header(path)
         self.path = path

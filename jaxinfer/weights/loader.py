@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxinfer.weights.plan import LeafPath, LeafSource, LoadPlan
+from jaxinfer.weights.plan import LeafPath, LeafSource, LoadPlan, leaf_plan
 from jaxinfer.weights.reader import CheckpointError, CheckpointReader, aligned_empty
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 READ_AHEAD_BYTES = 128 << 20
 _THREADS = 2
 _LISTED = 8
+_CONVERTED_HINT = (
+    " A converted checkpoint has the layout of one device; where that differs at this tensor_parallel_size, load the "
+    "original."
+)
 _DUMMY_BLOCK = 1 << 20
 
 Progress = Callable[[int], None]
@@ -39,13 +43,17 @@ def load_leaves(
 ) -> dict[LeafPath, jax.Array]:
     """Every leaf of `abstract`, in its dtype and under its sharding (the default device where it has none).
 
-    `ignored` are regular expressions (full match) of tensors that the model doesn't read. Raises `CheckpointError` for tensors that are missing, unexpected, or not shaped as the plan says.
+    `ignored` are regular expressions (full match) of tensors that the model doesn't read. A checkpoint that holds
+    leaves needs no plan. Raises `CheckpointError` for tensors that are missing, unexpected, or not shaped as the plan
+    says.
     """
     import jax
 
+    if reader.holds_leaves:
+        plan, ignored = leaf_plan({path: leaf.shape for path, leaf in abstract.items()}), ()
     check_plan(reader, plan, abstract, ignored)
     leaves = {}
-    for path, host in _read_ahead(reader, plan, abstract):
+    for path, host in read_leaves(reader, plan, abstract):
         # A transfer holds its host memory until it is done: waiting bounds how much of that there is.
         leaves[path] = jax.block_until_ready(jax.device_put(host, abstract[path].sharding))
         if progress is not None:
@@ -66,6 +74,7 @@ def check_plan(
             f"The plan and the model differ in leaves {sorted(plan.keys() ^ abstract.keys())}."
         )
     names = reader.names()
+    hint = _CONVERTED_HINT if reader.holds_leaves else ""
     used: set[str] = set()
     missing = []
     for source in plan.values():
@@ -75,7 +84,7 @@ def check_plan(
                 missing.append(name)
             elif (found := reader.shape(name)) != shape:
                 raise CheckpointError(
-                    f"Tensor {name} in {reader.file_of(name)} has shape {found}, the model's is {shape}."
+                    f"Tensor {name} in {reader.file_of(name)} has shape {found}, the model's is {shape}.{hint}"
                 )
     if missing:
         where = reader.file_of(missing[0])
@@ -99,10 +108,10 @@ def _listed(noun: str, names: list[str]) -> str:
     return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _read_ahead(
+def read_leaves(
     reader: CheckpointReader, plan: LoadPlan, abstract: dict[LeafPath, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[LeafPath, np.ndarray]]:
-    """Leaves in the plan's order, read by threads as long as `READ_AHEAD_BYTES` allows (one always is)."""
+    """Leaves in the plan's order, in the host's memory; threads read ahead as `READ_AHEAD_BYTES` allows."""
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in abstract.items()}
     todo = list(plan)
     next_read, held = 0, 0

@@ -5,7 +5,7 @@ A model family writes one `LeafSource` per leaf; the loader reads, checks, assem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,3 +49,8 @@ LoadPlan = dict[LeafPath, LeafSource]
 def stacked(names: Sequence[str], shape: tuple[int, ...]) -> LeafSource:
     """A leaf `[len(names), *shape]` of equally shaped tensors (gate and up, experts)."""
     return LeafSource(tuple(names), (shape,) * len(names), np.stack)
+
+
+def leaf_plan(shapes: Mapping[LeafPath, tuple[int, ...]]) -> LoadPlan:
+    """The plan for a checkpoint that holds leaves: each is the tensor named by its path, joined with dots."""
+    return {path: LeafSource((".".join(path),), (shape,)) for path, shape in shapes.items()}

@@ -21,6 +21,11 @@ class CheckpointReader(Protocol):
     """
 
     @property
+    def holds_leaves(self) -> bool:
+        """Whether the tensors are the model's own leaves as they are on one device, not a Hugging Face checkpoint's."""
+        ...
+
+    @property
     def dtype(self) -> str:
         """Name of the dtype in which the checkpoint's matrices are meant to be used."""
         ...

@@ -99,6 +99,8 @@ class SafetensorsReader:
     """A `CheckpointReader` over a directory. The first question about tensors reads every header, so that what is
     missing or cut short is said before anything is loaded; without one (dummy weights) config.json is enough."""
 
+    holds_leaves = False
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         config = read_json(directory / "config.json")
