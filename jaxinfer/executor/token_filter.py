@@ -1,8 +1,15 @@
 """Which tokens top-k, top-p and min-p leave, without sorting the vocabulary.
 
-All three keep the tokens above some logit, so each row's filter is one threshold, found by bisection over the float32
-values (by their order-preserving integer images, at most 32 passes, fewer when the interval holds a single value).
-Thresholds are sought among the logits before temperature: dividing may merge neighbouring floats.
+All three keep the tokens above some logit, so each row's filter is one threshold, found by a radix
+search over the float32 values. Thresholds are sought among the logits before temperature: dividing
+may merge neighbouring floats. Probabilities are summed as integers (units of at most 2^-29 of the
+total), so that a sum depends neither on its order nor on the shape of the batch.
+
+The search mostly ends among the blocks of 32 tokens with the largest maxima, 4,096 tokens instead
+of the whole vocabulary. Every token outside them is at most `bound`, the least of those maxima, so
+a threshold above it is the exact one; a row whose threshold is not is searched again over
+everything. Which of the two counts is decided for each row alone: its result can't depend on who
+shares the batch.
 """
 
 from __future__ import annotations
@@ -14,12 +21,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_LOWEST = -0x7F800001
-"""The image of -inf."""
+from jaxinfer.executor.radix_search import largest_reaching
+
+BLOCK = 32
+"""Tokens per block; the vocabulary axis of the logits is a multiple of it."""
+
+_NEAR_BLOCKS = 128
 
 
 class TokenFilter(NamedTuple):
-    """Row r keeps the tokens whose logit is above `threshold[r]`, and those at it with an index up to `last[r]`."""
+    """Row r keeps the tokens whose logit is above `threshold[r]`, and those at it with an index up
+    to `last[r]`."""
 
     threshold: jax.Array  # [R] float32
     last: jax.Array  # [R] int32
@@ -30,93 +42,158 @@ class TokenFilter(NamedTuple):
         return (logits > threshold) | ((logits == threshold) & (index <= last))
 
 
+class _Nucleus(NamedTuple):
+    """`needed[r]` of the `ties[r]` tokens at `threshold[r]` complete the mass; all [R]."""
+
+    threshold: jax.Array
+    needed: jax.Array
+    ties: jax.Array
+
+
+def block_maxima(logits: jax.Array) -> jax.Array:
+    """[R, V / BLOCK] for `logits` [R, V]."""
+    return jnp.max(logits.reshape(logits.shape[0], -1, BLOCK), axis=2)
+
+
 def token_filter(
     logits: jax.Array,
-    peak: jax.Array,
+    maxima: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
+    *,
+    near_blocks: int = _NEAR_BLOCKS,
 ) -> TokenFilter:
-    """The filter of `logits` [R, V], whose largest values are `peak` [R], at `temperature` [R] > 0.
+    """The filter of `logits` [R, V] with `block_maxima` `maxima`, at `temperature` [R] > 0.
 
-    min_p: at least that fraction of the likeliest token's probability. top_k: the k likeliest tokens and all that tie
-    with the last of them (0 is off). top_p: of what these two leave, renormalised, the fewest of the likeliest tokens
-    whose probabilities reach it (the lower indices among equally likely ones; 1 is off).
+    min_p: keeps at least that fraction of the likeliest token's probability. top_k: keeps the k
+    likeliest tokens and all that tie with the last of them (0 is off). top_p: keeps, of what these
+    two leave, renormalised, the fewest of the likeliest tokens whose probabilities reach it (the
+    lower indices among equally likely ones; 1 is off).
     """
-    V = logits.shape[1]
-    threshold = jnp.where(min_p > 0, peak + temperature * jnp.log(min_p), -jnp.inf)
+    peak = jnp.max(maxima, axis=1)
+    floor = jnp.where(min_p > 0, peak + temperature * jnp.log(min_p), -jnp.inf)
+    everything = jnp.full(peak.shape, logits.shape[1] - 1, jnp.int32)
 
-    def with_top_k(threshold: jax.Array) -> jax.Array:
-        def at_least_k(t: jax.Array) -> jax.Array:
-            return jnp.sum(logits >= t[:, None], axis=1, dtype=jnp.int32) >= top_k
-
-        return jnp.maximum(threshold, _largest(at_least_k, peak, top_k == 0))
-
-    threshold = lax.cond(jnp.any(top_k > 0), with_top_k, lambda t: t, threshold)
-    last = jnp.full_like(top_k, V - 1)
-
-    def with_top_p(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights = jnp.exp((logits - peak[:, None]) / temperature[:, None])
-        weights = jnp.where(logits >= threshold[:, None], weights, 0)
-
-        def mass(t: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(logits >= t[:, None], weights, 0), axis=1)
-
-        target = top_p * mass(threshold)
-        off = top_p >= 1
-        nucleus = _largest(lambda t: mass(t) >= target, peak, off)
-        nucleus = jnp.maximum(nucleus, threshold)
-        ties = jnp.sum(logits == nucleus[:, None], axis=1, dtype=jnp.int32)
-        above = jnp.sum(jnp.where(logits > nucleus[:, None], weights, 0), axis=1)
-        one = jnp.exp((nucleus - peak) / temperature)
-        needed = jnp.maximum(jnp.ceil((target - above) / one), 1)
-        needed = jnp.where(off | ~(needed < ties), ties, needed).astype(jnp.int32)
-        last = lax.cond(
-            jnp.any(needed < ties),
-            lambda: jnp.where(needed < ties, _nth_equal(logits, nucleus, needed), V - 1),
-            lambda: jnp.full_like(ties, V - 1),
+    def search() -> tuple[jax.Array, jax.Array]:
+        near, bound = _near(logits, maxima, near_blocks)
+        threshold = jnp.maximum(floor, _top_k(logits, near, top_k, near_blocks))
+        nucleus = lax.cond(
+            jnp.any(top_p < 1),
+            lambda: _top_p(logits, near, bound, peak, temperature, threshold, top_p),
+            lambda: _Nucleus(threshold, jnp.ones_like(top_k), jnp.ones_like(top_k)),
         )
-        return nucleus, last
+        cut = nucleus.needed < nucleus.ties
+        last = lax.cond(
+            jnp.any(cut),
+            lambda: jnp.where(cut, _nth_equal(logits, *nucleus[:2]), everything),
+            lambda: everything,
+        )
+        return nucleus.threshold, last
 
-    threshold, last = lax.cond(jnp.any(top_p < 1), with_top_p, lambda t: (t, last), threshold)
-    return TokenFilter(threshold, last)
-
-
-def _largest(
-    holds: Callable[[jax.Array], jax.Array], peak: jax.Array, done: jax.Array
-) -> jax.Array:
-    """The largest float t [R] for which `holds(t)` [R], a monotone predicate that is true at -inf and false above
-    `peak`; -inf where `done`."""
-    done |= ~jnp.isfinite(peak)  # a NaN's image would never be reached
-    low = jnp.full(peak.shape, _LOWEST, jnp.int32)
-    high = jnp.where(done, low, _image(peak)) + 1
-
-    def step(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        up = holds(_value(middle))
-        return jnp.where(up, middle, low), jnp.where(up, high, middle)
-
-    def unfinished(bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # The difference may overflow; equality of the next image does not.
-        return jnp.any(bounds[0] + 1 != bounds[1])
-
-    low, _ = lax.while_loop(unfinished, step, (low, high))
-    return _value(low)
+    return TokenFilter(
+        *lax.cond(jnp.any((top_k > 0) | (top_p < 1)), search, lambda: (floor, everything))
+    )
 
 
-def _image(x: jax.Array) -> jax.Array:
-    """Integers in the order of the floats (-0.0 just below 0.0)."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _near(logits: jax.Array, maxima: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """The logits [R, N] of the blocks with the largest maxima, and the bound [R] of all others."""
+    R, B = maxima.shape
+    if 2 * blocks >= B:
+        return logits, jnp.full((R,), -jnp.inf)
+    values, ids = lax.top_k(maxima, blocks)
+    near = jnp.take_along_axis(logits.reshape(R, B, BLOCK), ids[:, :, None], axis=1)
+    return near.reshape(R, blocks * BLOCK), values[:, -1]
 
 
-def _value(image: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(image ^ ((image >> 31) & 0x7FFFFFFF), jnp.float32)
+def _top_k(logits: jax.Array, near: jax.Array, top_k: jax.Array, near_blocks: int) -> jax.Array:
+    """The k-th largest logit [R], -inf where off."""
+    threshold = lax.cond(
+        jnp.any(top_k > 0),
+        lambda: jnp.where(top_k > 0, largest_reaching(near, None, top_k), -jnp.inf),
+        lambda: jnp.full(top_k.shape, -jnp.inf),
+    )
+    if near.shape == logits.shape:
+        return threshold
+    # The maxima of the near blocks are that many elements at or above the bound, so the k-th
+    # largest of all is the k-th largest of the near ones for every k up to their number.
+    far = top_k > near_blocks
+    return lax.cond(
+        jnp.any(far),
+        lambda: jnp.where(far, largest_reaching(logits, None, top_k), threshold),
+        lambda: threshold,
+    )
+
+
+def _top_p(
+    logits: jax.Array,
+    near: jax.Array,
+    bound: jax.Array,
+    peak: jax.Array,
+    temperature: jax.Array,
+    threshold: jax.Array,
+    top_p: jax.Array,
+) -> _Nucleus:
+    """The nucleus of the tokens at or above `threshold` [R]."""
+    on = top_p < 1
+    within = threshold > bound  # everything that is left is near
+    far = on & ~within
+
+    def weights_of(x: jax.Array, threshold: jax.Array) -> jax.Array:
+        weights = jnp.exp((x - peak[:, None]) / temperature[:, None])
+        return jnp.where(x >= threshold[:, None], weights, 0)
+
+    def over_all(near_sum: jax.Array, summed: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if near.shape == logits.shape:
+            return near_sum
+        return lax.cond(
+            jnp.any(far), lambda: jnp.where(far, summed(logits), near_sum), lambda: near_sum
+        )
+
+    def float_sum(x: jax.Array) -> jax.Array:
+        return jnp.sum(weights_of(x, threshold), axis=1)
+
+    scale = _scale(over_all(float_sum(near), float_sum))
+
+    def units(x: jax.Array, threshold: jax.Array) -> jax.Array:
+        return jnp.round(weights_of(x, threshold) * scale[:, None]).astype(jnp.int32)
+
+    def unit_sum(x: jax.Array) -> jax.Array:
+        return jnp.sum(units(x, threshold), axis=1)
+
+    total = over_all(unit_sum(near), unit_sum)
+    target = jnp.maximum(jnp.ceil(total.astype(jnp.float32) * top_p).astype(jnp.int32), 1)
+
+    def find(x: jax.Array) -> _Nucleus:
+        weights = units(x, threshold)
+        t = jnp.where(on, jnp.maximum(largest_reaching(x, weights, target), threshold), threshold)
+        above = jnp.sum(jnp.where(x > t[:, None], weights, 0), axis=1)
+        ties = jnp.sum(x == t[:, None], axis=1, dtype=jnp.int32)
+        one = jnp.maximum(units(t[:, None], threshold)[:, 0], 1)
+        needed = jnp.clip((target - above + one - 1) // one, 1, ties)
+        return _Nucleus(t, jnp.where(on, needed, ties), ties)
+
+    nucleus = find(near)
+    if near.shape == logits.shape:
+        return nucleus
+    again = far & ~(nucleus.threshold > bound)
+    return lax.cond(
+        jnp.any(again),
+        lambda: jax.tree.map(lambda a, b: jnp.where(again, a, b), find(logits), nucleus),
+        lambda: nucleus,
+    )
+
+
+def _scale(total: jax.Array) -> jax.Array:
+    """The power of two [R] that carries weights with the sum `total` [R] to integers whose sum stays
+    below 2^31 (rounding adds at most half a unit per token)."""
+    return jnp.exp2(30 - jnp.ceil(jnp.log2(total)))
 
 
 def _nth_equal(logits: jax.Array, value: jax.Array, n: jax.Array) -> jax.Array:
     """The index [R] of the n-th (from 1) element of each row that equals the row's `value`."""
-    equal = jnp.cumsum(logits == value[:, None], axis=1, dtype=jnp.int32)
-    return jnp.sum(equal < n[:, None], axis=1, dtype=jnp.int32)
+    V = logits.shape[1]
+    from_end = (V - lax.broadcasted_iota(jnp.int32, logits.shape, 1)).astype(jnp.float32)
+    from_end = jnp.where(logits == value[:, None], from_end, 0)
+    return V - largest_reaching(from_end, None, n).astype(jnp.int32)
