@@ -46,7 +46,8 @@ class ChatSession:
             try:
                 message = input("> " if is_terminal else "").strip()
             except (EOFError, KeyboardInterrupt):
-                print()
+                if is_terminal:
+                    print()
                 return
             if message in ("/quit", "/exit"):
                 return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, sampling_params
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError, RequestOutput
-from jaxinfer.sampling_params import RequestOutputKind
+from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 
 _GENERATE_MAX_TOKENS = 128
 _CHAT_MAX_TOKENS = 1024
@@ -106,6 +106,9 @@ def _generate(parsed: argparse.Namespace) -> int:
             raise ValueError("no prompt: give --prompt, or one prompt per line on stdin.")
         prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
     args = engine_args(parsed)
+    sampling_params(
+        parsed, SamplingParams(), max_tokens=_GENERATE_MAX_TOKENS
+    )  # complain before the model is loaded
     from jaxinfer.llm import LLM
 
     with LLM.from_engine_args(args) as llm:
@@ -151,6 +154,7 @@ def _write_json(output: RequestOutput, is_only: bool) -> None:
 
 def _chat(parsed: argparse.Namespace) -> int:
     args = engine_args(parsed)
+    sampling_params(parsed, SamplingParams(), max_tokens=_CHAT_MAX_TOKENS)
     from jaxinfer.async_llm import AsyncLLM
     from jaxinfer.chat_session import ChatSession
 

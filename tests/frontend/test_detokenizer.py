@@ -49,7 +49,7 @@ def has_broken_byte_run(tokenizer, ids, skip_special):
 
 @pytest.mark.parametrize("skip_special", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_deltas_join_to_the_full_decode(name, skip_special, data):
     tokenizer = TOKENIZERS[name]
@@ -72,7 +72,7 @@ def test_deltas_join_to_the_full_decode(name, skip_special, data):
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(name, data):
     tokenizer = TOKENIZERS[name]
@@ -93,7 +93,7 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(name, data):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids_of(LLAMA, max_size=20))
 def test_a_bad_byte_costs_no_good_character(ids):
     """Where `tokenizers` replaces a whole run of byte tokens, the stream replaces only what is no character."""
@@ -171,7 +171,7 @@ words_strategy = st.lists(st.text("abc", max_size=3), max_size=12)
 stops_strategy = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(words_strategy, stops_strategy, st.booleans(), st.integers(0, 4))
 def test_stop_strings_against_the_oracle(words, stops, include, min_tokens):
     deltas, stop, used = run(
@@ -182,7 +182,7 @@ def test_stop_strings_against_the_oracle(words, stops, include, min_tokens):
     assert stop == expected_stop
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(words_strategy, stops_strategy)
 def test_nothing_is_held_that_cannot_become_a_stop_string(words, stops):
     deltas, _, used = run(words, stop=stops)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from jaxinfer.frontend.tokenizer import Tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. Here is the English alphabet: ABCDEFGHIJ",
