@@ -1,9 +1,28 @@
-"""Attention of one token per request."""
+"""Attention of one token per request.
+
+The context of every request is cut into chunks of 64 tokens. All chunks that are in use form one flat list, and a loop
+takes a block of them at a time: gather their pages, one small dot per (chunk, kv head), and fold the partial softmax
+into the request's running one. The trip count follows the contexts that are really there, so neither padding of the
+block tables nor unequal lengths cost reads, and the temporaries are those of one block.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.ragged_paged_attention.xla_pages import (
+    MASKED,
+    TOKENS_PER_CHUNK,
+    accumulator,
+    pad_block_tables,
+    pages_for,
+    read_slots,
+    scores,
+)
+
+_MIN_BLOCK, _MAX_BLOCK = 4, 32
 
 
 def decode_attention(
@@ -16,33 +35,79 @@ def decode_attention(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """q [R, N, H] -> [R, N, H]; rows with seq_len 0 give zeros."""
+    """q [R, N, H] -> [R, N, H]; rows with seq_len 0 are not looked at and give zeros."""
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
-    num_rows, pages_per_row = block_tables.shape
+    num_rows = block_tables.shape[0]
+    chunk_pages = pages_for(TOKENS_PER_CHUNK, page_size, block_tables.shape[1])
+    chunk = chunk_pages * page_size
+    block_tables = pad_block_tables(block_tables, chunk_pages)
+    chunks_per_row = block_tables.shape[1] // chunk_pages
+    page_ids = block_tables.reshape(num_rows * chunks_per_row, chunk_pages)
+    block = min(max(num_rows, _MIN_BLOCK), _MAX_BLOCK, num_rows * chunks_per_row)
+
     q_rkgh = q_rnh.reshape(num_rows, num_kv_heads, -1, head_size)
-    k_rpksh = k_pages.at[block_tables].get(mode="promise_in_bounds")
-    v_rpksh = v_pages.at[block_tables].get(mode="promise_in_bounds")
-    scores = scale * jnp.einsum(
-        "rkgh,rpksh->rpkgs", q_rkgh, k_rpksh, preferred_element_type=jnp.float32
-    )
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    position = jnp.arange(pages_per_row * page_size).reshape(1, pages_per_row, page_size)
-    seen_rps = position < seq_lens[:, None, None]
+    dtype = accumulator(q_rnh.dtype)
+    window_start = jnp.zeros_like(seq_lens)
     if sliding_window is not None:
-        seen_rps &= position >= seq_lens[:, None, None] - sliding_window
-    seen = seen_rps[:, :, None, None, :]
-    scores = jnp.where(seen, scores, -1e30)
-    peak = scores.max(axis=(1, 4), keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - peak), 0.0)
-    total_rkg = weights.sum(axis=(1, 4))
-    v_rpksh = jnp.where(seen_rps[:, :, None, :, None], v_rpksh, 0)
-    o_rkgh = jnp.einsum(
-        "rpkgs,rpksh->rpkgh",
-        weights.astype(v_rpksh.dtype),
-        v_rpksh,
-        preferred_element_type=jnp.float32,
-    ).sum(axis=1)
-    o_rkgh = o_rkgh / jnp.maximum(total_rkg, 1e-30)[..., None]
+        window_start = jnp.maximum(seq_lens - sliding_window, 0)
+    first_chunk = window_start // chunk
+    num_chunks = (seq_lens + chunk - 1) // chunk - first_chunk
+    ends = jnp.cumsum(num_chunks)
+    # Item i of the flat list is chunk i - offset[row] of its row.
+    offset = ends - num_chunks - first_chunk
+
+    def one_block(step, carry):
+        peak_rkg, total_rkg, acc_rkgh = carry
+        item = step * block + jnp.arange(block, dtype=jnp.int32)
+        row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+        in_use = row < num_rows
+        # Items past the end of the list see nothing, so it does not matter which row gets them.
+        row = jnp.minimum(row, num_rows - 1)
+        index = jnp.where(in_use, item - offset[row], 0)
+        num_valid = jnp.where(in_use, seq_lens[row] - index * chunk, 0)
+        pages = page_ids.at[row * chunks_per_row + index].get(mode="promise_in_bounds")
+        k_bksh = read_slots(k_pages, pages, num_valid)
+        v_bksh = read_slots(v_pages, pages, num_valid)
+        q_bkgh = q_rkgh.at[row].get(mode="promise_in_bounds")
+        score_bkgs = scores(q_bkgh, k_bksh, scale, soft_cap)
+        slot = jnp.arange(chunk, dtype=jnp.int32)
+        seen_bs = slot < num_valid[:, None]
+        if sliding_window is not None:
+            seen_bs &= slot >= (window_start[row] - index * chunk)[:, None]
+        score_bkgs = jnp.where(seen_bs[:, None, None, :], score_bkgs, MASKED)
+
+        new_peak_rkg = peak_rkg.at[row].max(
+            score_bkgs.max(axis=-1), mode="promise_in_bounds", indices_are_sorted=True
+        )
+        peak_bkg = new_peak_rkg.at[row].get(mode="promise_in_bounds")
+        weight_bkgs = jnp.exp(score_bkgs - peak_bkg[..., None])
+        o_bkgh = jnp.einsum(
+            "bkgs,bksh->bkgh",
+            weight_bkgs.astype(v_bksh.dtype),
+            v_bksh,
+            preferred_element_type=dtype,
+        )
+        fade_rkg = jnp.exp(peak_rkg - new_peak_rkg)
+        total_rkg = (
+            (total_rkg * fade_rkg)
+            .at[row]
+            .add(weight_bkgs.sum(axis=-1), mode="promise_in_bounds", indices_are_sorted=True)
+        )
+        acc_rkgh = (
+            (acc_rkgh * fade_rkg[..., None])
+            .at[row]
+            .add(o_bkgh, mode="promise_in_bounds", indices_are_sorted=True)
+        )
+        return new_peak_rkg, total_rkg, acc_rkgh
+
+    heads = q_rkgh.shape[:3]
+    start = (
+        jnp.full(heads, MASKED, dtype),
+        jnp.zeros(heads, dtype),
+        jnp.zeros((*heads, head_size), dtype),
+    )
+    num_blocks = (ends[-1] + block - 1) // block
+    _, total_rkg, acc_rkgh = lax.fori_loop(0, num_blocks, one_block, start)
+    o_rkgh = acc_rkgh / jnp.maximum(total_rkg, 1e-30)[..., None]
     return o_rkgh.reshape(q_rnh.shape).astype(q_rnh.dtype)

@@ -1,4 +1,8 @@
-"""Attention of requests with any number of tokens each: query tiles against chunks of keys."""
+"""Attention of requests with many tokens each: tiles of query tokens against chunks of keys, with an online softmax.
+
+One loop runs over the tiles that are in use and one inside it over the chunks that the tile may see, so the work follows
+the real lengths and nothing larger than tile x chunk is ever held.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_MASKED = -1e30
+from kernels_pallas.ragged_paged_attention.xla_pages import (
+    MASKED,
+    accumulator,
+    pad_block_tables,
+    pages_for,
+    read_slots,
+    scores,
+)
 
 
 class TilePlan(NamedTuple):
-    """Query tiles in token order. count: number of tiles in use; the others repeat the last row."""
+    """Query tiles in token order; only the first `count` entries mean anything."""
 
     count: jax.Array
     row: jax.Array
@@ -20,11 +31,11 @@ class TilePlan(NamedTuple):
 
 
 def plan_tiles(query_lens: jax.Array, starts: jax.Array, tile: int, max_tiles: int) -> TilePlan:
-    """Cuts each request's query_lens[r] tokens, which begin at starts[r], into tiles."""
+    """Cuts each request's query_lens[r] tokens, which begin at starts[r], into tiles of `tile` tokens."""
     tiles_r = (query_lens + tile - 1) // tile
     ends_r = jnp.cumsum(tiles_r)
     index = jnp.arange(max_tiles, dtype=jnp.int32)
-    row = jnp.searchsorted(ends_r, index, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.sum(ends_r[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, query_lens.shape[0] - 1)
     first_token = starts[row] + (index - (ends_r - tiles_r)[row]) * tile
     return TilePlan(ends_r[-1], row, first_token)
@@ -36,82 +47,84 @@ def prefill_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
+    query_lens: jax.Array,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    tile: int = 128,
+    tile: int = 64,
     chunk: int = 128,
 ) -> jax.Array:
-    """q [T, N, H] -> [T, N, H]; tokens of no request give zeros."""
+    """q [T, N, H] -> [T, N, H], meaningful for the tokens of requests with query_lens > 0 only.
+
+    query_lens [R] is query_start_loc's differences, or 0 for requests that are left out.
+    """
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
     num_tokens, num_heads, _ = q_tnh.shape
-    num_rows, pages_per_row = block_tables.shape
+    num_rows = block_tables.shape[0]
     group = num_heads // num_kv_heads
+    dtype = accumulator(q_tnh.dtype)
     tile = min(tile, num_tokens)
-    chunk_pages = min(max(chunk // page_size, 1), pages_per_row)
+    chunk_pages = pages_for(chunk, page_size, block_tables.shape[1])
     chunk = chunk_pages * page_size
-    block_tables = jnp.pad(block_tables, ((0, 0), (0, -pages_per_row % chunk_pages)))
+    block_tables = pad_block_tables(block_tables, chunk_pages)
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
-    plan = plan_tiles(ends - starts, starts, tile, -(-num_tokens // tile) + num_rows)
-    q_tkgh = jnp.pad(q_tnh, ((0, tile), (0, 0), (0, 0))).reshape(-1, num_kv_heads, group, head_size)
+    plan = plan_tiles(query_lens, starts, tile, -(-num_tokens // tile) + num_rows)
+    # A tile may reach past the last token; the padding keeps dynamic_slice from shifting it back.
+    q_tkgh = jnp.pad(
+        q_tnh.reshape(num_tokens, num_kv_heads, group, head_size),
+        ((0, tile), (0, 0), (0, 0), (0, 0)),
+    )
+    token_m = jnp.arange(tile * group, dtype=jnp.int32) // group
 
     def one_tile(index, out):
         row, first = plan.row[index], plan.first_token[index]
         q_kigh = lax.dynamic_slice_in_dim(q_tkgh, first, tile).transpose(1, 0, 2, 3)
-        q_kmh = q_kigh.reshape(num_kv_heads, tile * group, head_size)
-        # Position in the request of the tile's first token, and one past that of its last.
-        position_first = seq_lens[row] - ends[row] + first
-        position_end = jnp.minimum(position_first + tile, seq_lens[row])
-        position_m = position_first + jnp.arange(tile * group)[:, None] // group
-        begin = 0
+        q_bkmh = q_kigh.reshape(1, num_kv_heads, tile * group, head_size)
+        position = seq_lens[row] - ends[row] + first
+        end = jnp.minimum(position + tile, seq_lens[row])
+        position_m = position + token_m
+        first_chunk = jnp.int32(0)
         if sliding_window is not None:
-            begin = jnp.maximum(position_first - sliding_window + 1, 0) // chunk
+            first_chunk = jnp.maximum(position - sliding_window + 1, 0) // chunk
 
         def one_chunk(c, carry):
             peak, total, acc = carry
-            pages = lax.dynamic_slice(block_tables, (row, c * chunk_pages), (1, chunk_pages))[0]
-            k_kjh = k_pages.at[pages].get(mode="promise_in_bounds").transpose(1, 0, 2, 3)
-            v_kjh = v_pages.at[pages].get(mode="promise_in_bounds").transpose(1, 0, 2, 3)
-            k_kjh = k_kjh.reshape(num_kv_heads, chunk, head_size)
-            v_kjh = v_kjh.reshape(num_kv_heads, chunk, head_size)
-            scores = scale * jnp.einsum(
-                "kmh,kjh->kmj", q_kmh, k_kjh, preferred_element_type=jnp.float32
-            )
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            position_j = c * chunk + jnp.arange(chunk)
-            seen = position_j[None, :] <= position_m
+            pages = lax.dynamic_slice(block_tables, (row, c * chunk_pages), (1, chunk_pages))
+            num_valid = (end - c * chunk).reshape(1)
+            k_bksh = read_slots(k_pages, pages, num_valid)
+            v_bksh = read_slots(v_pages, pages, num_valid)
+            score_bkms = scores(q_bkmh, k_bksh, scale, soft_cap)
+            position_s = c * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            seen = position_s[None, :] <= position_m[:, None]
             if sliding_window is not None:
-                seen &= position_j[None, :] > position_m - sliding_window
-            scores = jnp.where(seen, scores, _MASKED)
-            new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new_peak), 0.0)
+                seen &= position_s[None, :] > position_m[:, None] - sliding_window
+            score_bkms = jnp.where(seen, score_bkms, MASKED)
+            # A token that sees nothing in its first chunks gathers weights of 1 there, and the
+            # fade of the first chunk in which it does see something (its own) wipes them out.
+            new_peak = jnp.maximum(peak, score_bkms.max(axis=-1))
+            weight = jnp.exp(score_bkms - new_peak[..., None]).astype(v_bksh.dtype)
             fade = jnp.exp(peak - new_peak)
-            v_kjh = jnp.where((position_j < position_end)[:, None], v_kjh, 0)
-            o_kmh = jnp.einsum(
-                "kmj,kjh->kmh",
-                weights.astype(v_kjh.dtype),
-                v_kjh,
-                preferred_element_type=jnp.float32,
-            )
-            return new_peak, total * fade + weights.sum(-1, keepdims=True), acc * fade + o_kmh
+            o_bkmh = jnp.einsum("bkms,bksh->bkmh", weight, v_bksh, preferred_element_type=dtype)
+            # The rounded weights are summed: one pass less over the scores.
+            total = total * fade + weight.sum(axis=-1, dtype=dtype)
+            return new_peak, total, acc * fade[..., None] + o_bkmh
 
-        rows = (num_kv_heads, tile * group)
-        carry = (
-            jnp.full((*rows, 1), _MASKED, jnp.float32),
-            jnp.zeros((*rows, 1), jnp.float32),
-            jnp.zeros((*rows, head_size), jnp.float32),
+        heads = q_bkmh.shape[:3]
+        start = (
+            jnp.full(heads, MASKED, dtype),
+            jnp.zeros(heads, dtype),
+            jnp.zeros((*heads, head_size), dtype),
         )
-        _, total, acc = lax.fori_loop(begin, (position_end + chunk - 1) // chunk, one_chunk, carry)
-        o_kigh = (acc / jnp.maximum(total, 1e-30)).reshape(num_kv_heads, tile, group, head_size)
-        # Rows past the end of a tile's request are garbage and belong to tiles that come later.
+        last_chunk = (end + chunk - 1) // chunk
+        _, total, acc = lax.fori_loop(first_chunk, last_chunk, one_chunk, start)
+        o_bkmh = acc / jnp.maximum(total, 1e-30)[..., None]
+        o_kigh = o_bkmh.reshape(num_kv_heads, tile, group, head_size)
+        # Tokens past the end of the request are overwritten by the tiles that come later.
         return lax.dynamic_update_slice_in_dim(
             out, o_kigh.transpose(1, 0, 2, 3).astype(out.dtype), first, 0
         )
 
     out = lax.fori_loop(0, plan.count, one_tile, jnp.zeros_like(q_tkgh))
-    owned = jnp.arange(num_tokens) < query_start_loc[-1]
-    out = out[:num_tokens].reshape(q_tnh.shape)
-    return jnp.where(owned[:, None, None], out, 0)
+    return out[:num_tokens].reshape(q_tnh.shape)
