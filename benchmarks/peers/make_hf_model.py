@@ -1,6 +1,6 @@
 """A Hugging Face directory with bfloat16 weights, from any model that jaxinfer reads: peers run the same numbers.
 
-    python benchmarks/peers/make_hf_model.py smollm2-135m OUT_DIR
+python benchmarks/peers/make_hf_model.py smollm2-135m OUT_DIR
 """
 
 from __future__ import annotations
