@@ -72,6 +72,8 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
 def _find(
     model: str, revision: str | None, download_dir: str | None, load_format: str
 ) -> ModelFiles:
+    if not model:
+        raise ValueError("model must not be empty.")
     local = Path(model).expanduser()
     if local.exists():
         return _local(local)
@@ -117,13 +119,16 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, load_f
     except Exception as error:
         in_cache = _first_line(error)
     try:
-        return Path(huggingface_hub.snapshot_download(model, **where))
+        fetched = Path(huggingface_hub.snapshot_download(model, **where))
+        if _is_complete(fetched, load_format):
+            return fetched
+        from_hub = "it holds no config.json with safetensors files, or the download is not complete"
     except Exception as error:
-        raise ValueError(
-            f"Model {model!r} was not found. Tried: a local path (none); the aliases "
-            f"{', '.join(PACKAGED_MODELS)} (not one of them); the local Hugging Face cache ({in_cache}); the Hugging Face "
-            f"hub ({_first_line(error)})."
-        ) from error
+        from_hub = _first_line(error)
+    raise ValueError(
+        f"Model {model!r} was not found. Tried: a local path (none); the aliases {', '.join(PACKAGED_MODELS)} (not one "
+        f"of them); the local Hugging Face cache ({in_cache}); the Hugging Face hub ({from_hub})."
+    )
 
 
 def _is_complete(path: Path, load_format: str) -> bool:

@@ -140,7 +140,7 @@ def test_damaged_headers_and_unknown_dtypes_are_refused(single):
         SafetensorsReader(single).names()
     text = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
-    with pytest.raises(CheckpointError, match="Tensor x in .* has dtype F4; supported are"):
+    with pytest.raises(CheckpointError, match=r"Tensor x in .* has dtype F4; supported are"):
         SafetensorsReader(single).names()
 
 

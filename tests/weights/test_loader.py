@@ -1,0 +1,213 @@
+import threading
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.weights import loader
+from jaxinfer.weights.loader import check_plan, dummy_leaves, load_leaves
+from jaxinfer.weights.plan import LeafSource, stacked
+from jaxinfer.weights.reader import CheckpointError, aligned_empty
+
+
+class MemoryReader:
+    """A checkpoint in memory, which counts the tensors that were read."""
+
+    holds_leaves = False
+    dtype = "float32"
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.read_names = []
+        self.lock = threading.Lock()
+
+    def names(self):
+        return self.tensors.keys()
+
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def file_of(self, name):
+        return Path("memory.safetensors")
+
+    def read(self, name, dtype=None):
+        with self.lock:
+            self.read_names.append(name)
+        value = self.tensors[name]
+        out = aligned_empty(value.shape, np.dtype(dtype or value.dtype))
+        out[...] = value
+        return out
+
+
+def tensors():
+    rng = np.random.default_rng(0)
+    return {
+        "gate": rng.standard_normal((8, 4), np.float32),
+        "up": rng.standard_normal((8, 4), np.float32),
+        "norm": rng.standard_normal((4,), np.float32),
+    }
+
+
+PLAN = {
+    ("mlp", "gate_up"): stacked(["gate", "up"], (8, 4)),
+    ("norm",): LeafSource(("norm",), ((4,),)),
+}
+
+
+def abstract(dtype=jnp.float32, sharding=None):
+    return {
+        ("mlp", "gate_up"): jax.ShapeDtypeStruct((2, 8, 4), dtype, sharding=sharding),
+        ("norm",): jax.ShapeDtypeStruct((4,), dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_leaves_are_assembled_in_their_dtype(dtype):
+    source = tensors()
+    leaves = load_leaves(MemoryReader(source), PLAN, abstract(dtype))
+    expected = np.stack([source["gate"], source["up"]]).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(leaves["mlp", "gate_up"]), expected)
+    np.testing.assert_array_equal(np.asarray(leaves["norm",]), source["norm"].astype(dtype))
+    assert all(leaf.dtype == dtype for leaf in leaves.values())
+
+
+def test_each_device_gets_its_shard():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    source = tensors()
+    leaf = load_leaves(MemoryReader(source), PLAN, abstract(sharding=sharding))["mlp", "gate_up"]
+    assert leaf.sharding == sharding
+    whole = np.stack([source["gate"], source["up"]])
+    for i, shard in enumerate(sorted(leaf.addressable_shards, key=lambda s: s.device.id)):
+        np.testing.assert_array_equal(np.asarray(shard.data), whole[:, 2 * i : 2 * i + 2])
+
+
+def test_all_missing_tensors_are_in_one_error():
+    source = tensors()
+    del source["up"], source["norm"]
+    with pytest.raises(CheckpointError, match=r"memory\.safetensors lacks tensors up, norm of"):
+        load_leaves(MemoryReader(source), PLAN, abstract())
+
+
+def test_unexpected_tensors_are_an_error_unless_ignored():
+    source = tensors() | {"vision.a": np.zeros(2, "f4"), "vision.b": np.zeros(2, "f4")}
+    reader = MemoryReader(source)
+    with pytest.raises(CheckpointError, match=r"holds tensors vision\.a, vision\.b that the model"):
+        load_leaves(reader, PLAN, abstract())
+    with pytest.raises(CheckpointError, match=r"holds tensor vision\.b that"):
+        load_leaves(reader, PLAN, abstract(), ignored=[r"vision\.a", "sion"])
+    assert reader.read_names == []
+    load_leaves(reader, PLAN, abstract(), ignored=[r"vision\..*"])
+    assert sorted(reader.read_names) == ["gate", "norm", "up"]
+
+
+def test_many_names_are_cut():
+    source = tensors() | {f"extra{i}": np.zeros(1, "f4") for i in range(20)}
+    with pytest.raises(CheckpointError, match="extra7 and 12 more that"):
+        load_leaves(MemoryReader(source), PLAN, abstract())
+
+
+def test_a_wrong_shape_names_tensor_file_and_both_shapes():
+    source = tensors() | {"up": np.zeros((8, 5), np.float32)}
+    message = r"Tensor up in memory\.safetensors has shape \(8, 5\), the model's is \(8, 4\)"
+    with pytest.raises(CheckpointError, match=message):
+        load_leaves(MemoryReader(source), PLAN, abstract())
+
+
+def test_an_assembly_of_the_wrong_shape_names_the_leaf():
+    plan = PLAN | {("norm",): LeafSource(("norm",), ((4,),), lambda tensors: tensors[0][:3])}
+    with pytest.raises(ValueError, match=r"Leaf norm was assembled from norm with shape \(3,\)"):
+        load_leaves(MemoryReader(tensors()), plan, abstract())
+
+
+def test_plan_and_model_must_have_the_same_leaves():
+    with pytest.raises(ValueError, match=r"differ in leaves \[\('norm',\)\]"):
+        check_plan(
+            MemoryReader(tensors()), {("mlp", "gate_up"): PLAN["mlp", "gate_up"]}, abstract()
+        )
+
+
+def test_an_error_while_reading_reaches_the_caller():
+    class Broken(MemoryReader):
+        def read(self, name, dtype=None):
+            raise CheckpointError(f"{name} is broken")
+
+    with pytest.raises(CheckpointError, match="is broken"):
+        load_leaves(Broken(tensors()), PLAN, abstract())
+
+
+def test_progress_counts_every_byte():
+    sizes = []
+    load_leaves(MemoryReader(tensors()), PLAN, abstract(jnp.bfloat16), progress=sizes.append)
+    assert sum(sizes) == 2 * (64 + 4)
+
+
+class GeneratingReader(MemoryReader):
+    """Tensors that exist only once they are read."""
+
+    def __init__(self, count, shape):
+        self.size, self.read_names, self.lock = shape, [], threading.Lock()
+        self.tensors = dict.fromkeys(f"t{i}" for i in range(count))
+
+    def shape(self, name):
+        return self.size
+
+    def read(self, name, dtype=None):
+        out = aligned_empty(self.size, np.dtype(dtype))
+        out[...] = 1
+        return out
+
+
+def test_the_host_holds_a_leaf_and_what_is_read_ahead_but_never_a_second_model(monkeypatch):
+    leaf_bytes, count = 2 << 20, 48
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 2 * leaf_bytes)
+    shape = (leaf_bytes // 4096, 1024)
+    reader = GeneratingReader(count, shape)
+    # What an assembly makes can't be taken over by JAX, so every byte that tracemalloc sees (numpy's, not JAX's) is
+    # memory beyond the model.
+    plan = {
+        (f"l{i}",): LeafSource((f"t{i}",), (shape,), lambda tensors: tensors[0].copy())
+        for i in range(count)
+    }
+    leaves = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path in plan}
+    tracemalloc.start()
+    try:
+        loaded = load_leaves(reader, plan, leaves)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(loaded) == count
+    # Two read ahead, each twice while it is assembled; JAX lets go of what it copied a call or two later.
+    assert peak < 12 * leaf_bytes
+
+
+def test_dummy_weights_are_small_seeded_and_norms_are_one():
+    leaves = {
+        ("layers", "0", "mlp", "down"): jax.ShapeDtypeStruct((1500, 1000), jnp.bfloat16),
+        ("embed",): jax.ShapeDtypeStruct((100, 64), jnp.bfloat16),
+        ("layers", "0", "attention_norm"): jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    }
+    first, again, other = dummy_leaves(leaves, 1), dummy_leaves(leaves, 1), dummy_leaves(leaves, 2)
+    for path, leaf in leaves.items():
+        assert (first[path].shape, first[path].dtype) == (leaf.shape, leaf.dtype)
+        np.testing.assert_array_equal(np.asarray(first[path]), np.asarray(again[path]))
+    values = np.asarray(first["layers", "0", "mlp", "down"], np.float32)
+    assert abs(values.mean()) < 1e-3
+    assert 0.015 < values.std() < 0.025
+    assert np.abs(values).max() < 0.1
+    assert (np.asarray(first["embed",]) != np.asarray(other["embed",])).any()
+    # Rows must differ: equal ones would hide errors of order.
+    assert len(np.unique(values[:, 0].astype(ml_dtypes.bfloat16))) > 50
+    np.testing.assert_array_equal(np.asarray(first["layers", "0", "attention_norm"]), 1)
+
+
+def test_dummy_weights_keep_the_sharding():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    sharding = NamedSharding(mesh, PartitionSpec("model"))
+    leaf = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+    assert dummy_leaves({("embed",): leaf})["embed",].sharding == sharding
