@@ -77,6 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--message", metavar="TEXT", help="answer this one message and exit")
     add_sampling_args(chat)
+
+    convert = _command(commands, "convert", _convert, "write a checkpoint that loads faster")
+    convert.add_argument("model", help="model id, folder or file")
+    convert.add_argument("out", help="folder to be written; must not exist")
+    convert.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto keeps the checkpoint's",
+    )
+    convert.add_argument("--revision", help="branch, tag or commit of a model on the hub")
+    convert.add_argument("--download-dir", help="where downloads are kept")
     return parser
 
 
@@ -173,6 +185,20 @@ def _chat(parsed: argparse.Namespace) -> int:
                 session.answer(parsed.message)
     finally:
         llm.shutdown()
+    return 0
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    from jaxinfer.convert import convert
+
+    out = convert(
+        parsed.model,
+        parsed.out,
+        dtype=parsed.dtype,
+        revision=parsed.revision,
+        download_dir=parsed.download_dir,
+    )
+    print(out)
     return 0
 
 

@@ -248,6 +248,34 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
     assert out.rstrip("\n").endswith(continuation(prompt_len(("user", "again")), 4))
 
 
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+def test_convert_passes_its_arguments_on(monkeypatch, capsys):
+    seen = {}
+
+    def convert(model, out, **options):
+        seen.update(model=model, out=out, **options)
+        return out
+
+    monkeypatch.setattr("jaxinfer.convert.convert", convert)
+    code, out, _ = run("convert", "m", "there", "--dtype", "float32", capsys=capsys)
+    assert (code, out) == (0, "there\n")
+    assert seen == {
+        "model": "m",
+        "out": "there",
+        "dtype": "float32",
+        "revision": None,
+        "download_dir": None,
+    }
+
+
+def test_convert_does_not_overwrite(tmp_path, capsys):
+    (tmp_path / "kept").write_text("")
+    code, _, err = run("convert", "m", str(tmp_path), capsys=capsys)
+    assert code == 2 and str(tmp_path) in err
+
+
 # ---- the command itself ----------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ def test_a_bad_prompt_starts_nothing_and_spoils_nothing():
     for bad, message in (("", "prompt 1: prompt must not be empty"), ([99], "prompt 1: .*99")):
         with pytest.raises(ValueError, match=message):
             generate(llm, ["once", bad])
-    with pytest.raises(ValueError, match="^prompt must not be empty"):
+    with pytest.raises(ValueError, match=r"^prompt must not be empty"):
         generate(llm, "")
     with pytest.raises(ValueError, match="prompts must be"):
         generate(llm, None)

@@ -78,7 +78,7 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(name, data):
     tokenizer = TOKENIZERS[name]
     prompt = data.draw(ids_of(tokenizer, min_size=1, max_size=8))
     ids = data.draw(ids_of(tokenizer, max_size=8))
-    if has_broken_byte_run(tokenizer, prompt + ids, True):
+    if any(has_broken_byte_run(tokenizer, part, True) for part in (prompt, prompt + ids)):
         return
     whole = tokenizer.decode(prompt + ids)
     before = tokenizer.decode(prompt)
