@@ -105,45 +105,6 @@ def test_a_leftover_step_does_not_disturb_the_next_request() -> None:
     assert collected.tokens == {"a": [5, 6, 7]}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_stops(overlap: bool) -> None:
-    core, _ = make_core(next_token=counter, overlap=overlap, max_num_seqs=8)
-    collected = run(
-        core,
-        [
-            make_request("eos", [0] * 5, eos=[7, 9], max_tokens=20),
-            make_request("id", [0] * 5, eos=[9], stop_token_ids=[8], max_tokens=20),
-            make_request("both", [0] * 5, eos=[8], stop_token_ids=[8], max_tokens=20),
-            make_request("length", [0] * 5, max_tokens=4),
-            make_request("model_len", [0] * 5, max_tokens=None),
-            make_request("last_is_stop", [0] * 5, stop_token_ids=[8], max_tokens=4),
-            make_request("one", [0] * (MAX_MODEL_LEN - 1), max_tokens=20),
-            make_request("outside", [0] * 5, stop_token_ids=[VOCAB + 100], max_tokens=2),
-        ],
-    )
-    assert collected.ends == {
-        "eos": (FinishReason.STOP, None),
-        "id": (FinishReason.STOP, 8),
-        "both": (FinishReason.STOP, None),
-        "length": (FinishReason.LENGTH, None),
-        "model_len": (FinishReason.LENGTH, None),
-        "last_is_stop": (FinishReason.STOP, 8),
-        "one": (FinishReason.LENGTH, None),
-        "outside": (FinishReason.LENGTH, None),
-    }
-    assert collected.tokens["id"] == [5, 6, 7, 8]
-    assert len(collected.tokens["model_len"]) == MAX_MODEL_LEN - 5
-    assert len(collected.tokens["one"]) == 1
-
-
-def test_a_long_output_outgrows_its_first_buffer() -> None:
-    core, _ = make_core(num_blocks=300, max_model_len=400, budget=512)
-    requests = [make_request("a", 5, max_tokens=300), make_request("b", 5, max_tokens=30)]
-    collected = run(core, requests)
-    for request in requests:
-        assert collected.tokens[request.request_id] == alone(request, max_model_len=400)[0]
-
-
 def abort_in(state: RequestState) -> None:
     """Abort "a" when it is in `state`; the others' tokens and the pool must not notice."""
     core, _ = make_core(num_blocks=12, max_num_seqs=3, max_model_len=24)
@@ -211,19 +172,6 @@ def test_a_request_preempted_in_flight_still_gets_its_token() -> None:
     assert collected.ends["b"] == (FinishReason.STOP, None)
     assert collected.tokens["b"] == list(range(8, stop + 1))
     assert [len(plan.admitted) for plan in executor.plans].count(1) == 0
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_nan_logits_fail_that_request_alone(overlap: bool) -> None:
-    core, executor = make_core(overlap=overlap)
-    good, bad = make_request("good", 4, max_tokens=6), make_request("bad", [11] * 4, max_tokens=6)
-    executor.is_invalid = lambda context: context[0] == 11 and len(context) >= 6
-    collected = run(core, [bad, good])
-    reason, text = collected.ends["bad"]
-    assert reason is FinishReason.ERROR and str(text).startswith("NaN logits")
-    assert len(collected.tokens["bad"]) == 2
-    assert collected.tokens["good"] == alone(good)[0]
-    assert core.scheduler.kv.pool.num_free == 63
 
 
 @pytest.mark.parametrize("where", ["execute_model", "sample_tokens", "result"])
@@ -311,59 +259,6 @@ def test_a_cache_too_small_for_one_request_is_refused() -> None:
     core, _ = make_core(num_blocks=9)
     request = make_request("a", 1, max_tokens=None)
     assert run(core, [request]).tokens["a"] == alone(request)[0]
-
-
-def test_logprobs_go_to_those_who_asked() -> None:
-    core, executor = make_core(overlap=False)
-    executor.num_logprobs = 5
-    collected = run(
-        core,
-        [
-            make_request("none", 3, max_tokens=2),
-            make_request("two", 3, max_tokens=2, logprobs=2),
-            make_request("zero", 3, max_tokens=2, logprobs=0),
-        ],
-    )
-    for outputs in collected.outputs:
-        assert sorted(outputs.logprobs) == [1, 2]
-        token = outputs.token_ids[1]
-        assert outputs.logprobs[1].token_ids == [token, token + 1, token + 2]
-        assert outputs.logprobs[1].logprobs == [-token, -token - 1, -token - 2]
-        assert outputs.logprobs[1].rank == token + 1
-        assert outputs.logprobs[2].token_ids == [outputs.token_ids[2]]
-
-
-def test_logprobs_are_matched_to_their_rows_in_a_mixed_step() -> None:
-    core, executor = make_core(overlap=False, threshold=2)
-    executor.num_logprobs = 0
-    collected = run(
-        core,
-        [
-            make_request("long", 9, max_tokens=2, logprobs=0),
-            make_request("short", 1, max_tokens=7, logprobs=0),
-        ],
-    )
-    for outputs in collected.outputs:
-        for i, token in enumerate(outputs.token_ids):
-            assert outputs.logprobs[i].token_ids == [token]
-
-
-def test_prompt_logprobs_come_once_even_when_the_prompt_is_computed_twice() -> None:
-    core, executor = make_core(num_blocks=7, max_model_len=24, threshold=3)
-    executor.prompt_logprobs = True
-    requests = [make_request(n, 8, max_tokens=14, prompt_logprobs=0) for n in "ab"]
-    silent = make_request("c", 2, max_tokens=1)
-    collected = run(core, [*requests, silent])
-    assert sum(o.stats.num_preemptions for o in collected.outputs if o.stats)
-    for request in requests:
-        told = [
-            entry.token_ids[0]
-            for outputs in collected.outputs
-            for entry in outputs.prompt_logprobs.get(request.request_id, [])
-        ]
-        assert told[:7] == request.prompt_token_ids[1:]
-        assert len(told) == 7
-    assert not any("c" in outputs.prompt_logprobs for outputs in collected.outputs)
 
 
 def test_host_work_of_a_steady_step_does_not_grow_with_the_batch() -> None:
