@@ -25,7 +25,7 @@ def ragged_paged_attention(
     """
     k_pages, v_pages = kv_pages
     _, num_kv_heads, _, head_size = k_pages.shape
-    num_tokens, num_heads, _ = q_tnh.shape
+    num_heads = q_tnh.shape[1]
     dtype = jnp.promote_types(q_tnh.dtype, jnp.float32)
     starts = np.asarray(query_start_loc)
     out = jnp.zeros(q_tnh.shape, dtype)

@@ -1,0 +1,63 @@
+"""Reading pages of the KV cache with XLA.
+
+A page of one kv head is S * H contiguous elements, and XLA's CPU backend turns a gather of such rows into block copies
+(a gather of whole [K, S, H] pages costs two to four times as much). Selecting valid slots in the same fusion is free,
+and it is what makes XLA split the gather over the cores.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30
+"""Score of a slot that may not be seen: finite, so that differences of two of them are not NaN."""
+
+TOKENS_PER_CHUNK = 64
+
+
+def pages_for(tokens: int, page_size: int, pages_per_row: int) -> int:
+    """How many pages hold `tokens` slots, at least one and at most what a row has."""
+    return min(max(tokens // page_size, 1), pages_per_row)
+
+
+def pad_block_tables(block_tables: jax.Array, multiple: int) -> jax.Array:
+    """Block tables [R, P] with page 0 appended until P is a multiple."""
+    padding = -block_tables.shape[1] % multiple
+    return jnp.pad(block_tables, ((0, 0), (0, padding))) if padding else block_tables
+
+
+def read_slots(pages: jax.Array, page_ids: jax.Array, num_valid: jax.Array) -> jax.Array:
+    """Runs of pages, heads first, with everything past the valid slots replaced by zeros.
+
+    Args:
+        pages: [num_pages, K, S, H].
+        page_ids: [B, C] int32, C pages of each of B runs.
+        num_valid: [B] int32, the slots of a run that count; what the others hold, NaN included, is dropped.
+
+    Returns:
+        [B, K, C * S, H].
+    """
+    num_pages, num_kv_heads, page_size, head_size = pages.shape
+    num_runs, run_pages = page_ids.shape
+    head = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    row_bkc = page_ids[:, None, :] * num_kv_heads + head[:, None]
+    rows = pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    data = rows.at[row_bkc].get(mode="promise_in_bounds")
+    slot_in_page = jnp.arange(page_size * head_size, dtype=jnp.int32) // head_size
+    slot = jnp.arange(run_pages, dtype=jnp.int32)[:, None] * page_size + slot_in_page
+    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0)
+    return data.reshape(num_runs, num_kv_heads, run_pages * page_size, head_size)
+
+
+def scores(q_bkmh: jax.Array, k_bksh: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """Scaled, capped scores [B, K, M, S] in float32 (float64 if q is)."""
+    result = scale * jnp.einsum(
+        "bkmh,bksh->bkms", q_bkmh, k_bksh, preferred_element_type=accumulator(q_bkmh.dtype)
+    )
+    return result if soft_cap is None else soft_cap * jnp.tanh(result / soft_cap)
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The type in which scores and sums over values of `dtype` are kept."""
+    return jnp.promote_types(dtype, jnp.float32)
