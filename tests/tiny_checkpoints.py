@@ -66,9 +66,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(sliding_window=7, head_dim=16)),
     "qwen2": (
         "Qwen2",
-        dict(
-            use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=_YARN
-        ),
+        dict(use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=_YARN),
     ),
     "qwen3": (
         "Qwen3",
@@ -102,6 +100,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3_long": ("Phi3", dict(rope_parameters=_LONG, original_max_position_embeddings=8)),
 }
+CONFIGS["gemma3_multimodal"] = (
+    "Gemma3",
+    dict(
+        text_config={**_COMMON, **CONFIGS["gemma3"][1], "model_type": "gemma3_text"},
+        vision_config=dict(
+            model_type="siglip_vision_model",
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+        image_token_index=96,
+    ),
+)
 """By name: the prefix of the transformers classes, and what differs from the common tiny config."""
 
 
@@ -120,9 +135,12 @@ def tiny_model(name: str) -> Any:
     import transformers
 
     prefix, changes = CONFIGS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **changes})
+    multimodal = "text_config" in changes
+    common = {} if multimodal else _COMMON
+    config = getattr(transformers, f"{prefix}Config")(**{**common, **changes})
     config._attn_implementation = "eager"
-    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    task = "ForConditionalGeneration" if multimodal else "ForCausalLM"
+    model_class = getattr(transformers, prefix.removesuffix("Text") + task)
     return randomize(model_class(config)).eval()
 
 

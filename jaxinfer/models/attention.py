@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.batch import RaggedBatch
-from jaxinfer.models.layers import leaf, linear, replicate, rms_norm
+from jaxinfer.models.layers import constrain, leaf, linear, rms_norm
 from jaxinfer.models.rope import Rotation, rotate
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         k_tkh = rotate(k_tkh, rope).astype(x_te.dtype)
         attended, kv_pages = self._attend(q_tnh, k_tkh, v_tkh.astype(x_te.dtype), kv_pages, batch)
         out = linear(attended.reshape(T, K, G, H), self.o[...], num_in_axes=3)
-        out = replicate(out, self.mesh)
+        out = constrain(out, self.mesh, (None, "embed"))
         if self.spec.o_bias:
             out += self.o_bias[...].astype(jnp.float32)
         return out, kv_pages

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.attention import Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
-from jaxinfer.models.layers import GatedMlp, leaf, linear, replicate, rms_norm
+from jaxinfer.models.layers import GatedMlp, constrain, leaf, linear, rms_norm
 from jaxinfer.models.rope import Rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
     def __call__(self, batch: RaggedBatch, kv_cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values."""
         x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
-        x_te = replicate(x_te, self.mesh)
+        x_te = constrain(x_te, self.mesh, (None, "embed"))
         if self.spec.embed_scale is not None:
             x_te = x_te * jnp.asarray(self.spec.embed_scale, x_te.dtype)
         ropes = {
@@ -114,7 +114,9 @@ class Decoder(nnx.Module):
 
 def logits_of(spec: DecoderSpec, mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
     """[V, E] and [N, E] -> [N, vocab_size] float32, padding rows of the head cut off."""
-    logits = replicate(linear(hidden_ne, head_ve), mesh)[:, : spec.vocab_size]
+    # Without the first constraint the second one would make every device gather the head and compute all of it.
+    logits = constrain(linear(hidden_ne, head_ve), mesh, (None, "vocab"))
+    logits = constrain(logits, mesh, (None, None))[:, : spec.vocab_size]
     if spec.logit_soft_cap is None:
         return logits
     return spec.logit_soft_cap * jnp.tanh(logits / spec.logit_soft_cap)

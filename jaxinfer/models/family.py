@@ -14,26 +14,17 @@ from jaxinfer.weights.plan import LoadPlan
 Config = Mapping[str, Any]
 """A checkpoint's config.json."""
 
-NEVER_LOADED = (r".*rotary_emb\.inv_freq",)
-"""Tensors of older checkpoints that hold nothing a config doesn't."""
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """`spec_from_config(config, max_model_len)`: `max_model_len` is the longest request to be served, None for the
-    longest that the model can take. `ignored_tensors(config)`: regular expressions (full match) of tensor names that
-    a checkpoint may hold and the model doesn't read."""
+    longest that the model can take. `ignored_tensors`: regular expressions of tensors that checkpoints hold and the
+    decoder has no use for."""
 
     architectures: tuple[str, ...]
     spec_from_config: Callable[[Config, int | None], DecoderSpec]
     checkpoint_plan: Callable[[Config, DecoderSpec, ShardedDims], LoadPlan]
-    ignored_tensors: Callable[[Config], tuple[str, ...]]
-
-
-def tied_head_ignored(config: Config, *, default_tied: bool = False) -> tuple[str, ...]:
-    """Some checkpoints with a tied head store it a second time."""
-    tied = config.get("tie_word_embeddings", default_tied)
-    return (*NEVER_LOADED, r"lm_head\.weight") if tied else NEVER_LOADED
+    ignored_tensors: tuple[str, ...] = ()
 
 
 def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import Activation, DecoderSpec
-from jaxinfer.parallel.mesh import LogicalAxes, replicated, tensor_parallel_size
+from jaxinfer.parallel.mesh import LogicalAxes, named_sharding, tensor_parallel_size
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -56,11 +56,11 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Every device gets the whole array: where partial sums of the devices are added up."""
+def constrain(x: jax.Array, mesh: Mesh, axes: LogicalAxes) -> jax.Array:
+    """Says how `x` is cut over the devices; all-None axes put the whole of it on each, partial sums added up."""
     if tensor_parallel_size(mesh) == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, replicated(mesh))
+    return jax.lax.with_sharding_constraint(x, named_sharding(mesh, axes))
 
 
 class GatedMlp(nnx.Module):
@@ -91,7 +91,8 @@ class GatedMlp(nnx.Module):
         if self.spec.mlp_bias:
             gate_up += self.gate_up_bias[...].astype(jnp.float32)
         hidden = _ACTIVATIONS[self.spec.activation](gate_up[:, 0]) * gate_up[:, 1]
-        out = replicate(linear(hidden.astype(x_te.dtype), self.down[...]), self.mesh)
+        out = linear(hidden.astype(x_te.dtype), self.down[...])
+        out = constrain(out, self.mesh, (None, "embed"))
         if self.spec.mlp_bias:
             out += self.down_bias[...].astype(jnp.float32)
         return out

@@ -24,7 +24,7 @@ class ModelDescription:
     spec: DecoderSpec
     checkpoint_dtype: str
     ignored_tensors: tuple[str, ...]
-    """Regular expressions (full match) of tensors that the checkpoint may hold and the model doesn't read."""
+    """Regular expressions of tensors that checkpoints hold and the decoder has no use for."""
     _family: Family
     _config: Config
 
@@ -59,7 +59,7 @@ def describe_model(config: Config, max_model_len: int | None = None) -> ModelDes
     return ModelDescription(
         spec=family.spec_from_config(config, max_model_len),
         checkpoint_dtype=next((d for d in dtypes if d), "float32"),
-        ignored_tensors=family.ignored_tensors(config),
+        ignored_tensors=family.ignored_tensors,
         _family=family,
         _config=config,
     )

@@ -33,7 +33,7 @@ def load_checkpoint(
     assert plan.keys() == model.leaves.keys()
     used = {name for source in plan.values() for name in source.names}
     left = [n for n in tensors if n not in used]
-    assert not [n for n in left if not any(re.fullmatch(p, n) for p in description.ignored_tensors)]
+    assert not [n for n in left if not any(re.match(p, n) for p in description.ignored_tensors)]
     leaves = []
     for path, shape in model.leaves.items():
         source = plan[path]
@@ -75,7 +75,7 @@ class PagedRunner:
         pages_per_row = -(-self.max_length // self.page_size)
         order = np.random.default_rng(0).permutation(len(prompts) * pages_per_row) + 1
         requests = [
-            _Request(list(p), len(p) + num_new_tokens, order[i::len(prompts)].tolist())
+            _Request(list(p), len(p) + num_new_tokens, order[i :: len(prompts)].tolist())
             for i, p in enumerate(prompts)
         ]
         kv_cache = jax.tree.map(

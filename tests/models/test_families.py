@@ -10,8 +10,8 @@ from tests.models.paged_harness import PagedRunner, load_checkpoint
 from tests.tiny_checkpoints import CONFIGS, tiny_checkpoint, tiny_model
 
 PROMPTS = [
-    np.random.default_rng(1).integers(3, 97, 21).tolist(),
-    np.random.default_rng(2).integers(3, 97, 10).tolist(),
+    np.random.default_rng(1).integers(3, 96, 21).tolist(),
+    np.random.default_rng(2).integers(3, 96, 10).tolist(),
 ]
 NUM_NEW_TOKENS = 12
 
@@ -22,7 +22,7 @@ def transformers_logits(name: str, token_ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma3_multimodal"])
 def test_logits_and_greedy_tokens_equal_transformers(name: str, tensor_parallel_size: int) -> None:
     check(name, tensor_parallel_size)
 
@@ -30,6 +30,10 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tensor_parallel_
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_four_devices_share_three_kv_heads_or_one(name: str) -> None:
     check(name, tensor_parallel_size=4)
+
+
+def test_text_half_of_a_multimodal_checkpoint() -> None:
+    check("gemma3_multimodal", tensor_parallel_size=1)
 
 
 def test_page_size_16() -> None:

@@ -6,12 +6,10 @@ from typing import Any
 
 from jaxinfer.models.checkpoint_layout import NormNames, decoder_plan
 from jaxinfer.models.family import (
-    NEVER_LOADED,
     Config,
     Family,
     activation,
     sliding_windows,
-    tied_head_ignored,
 )
 from jaxinfer.models.rope_config import complete_rope_parameters, rope_spec
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -108,16 +106,9 @@ def checkpoint_plan(config: Config, spec: DecoderSpec, dims: ShardedDims) -> Loa
     )
 
 
-def ignored_tensors(config: Config) -> tuple[str, ...]:
-    if _is_multimodal(config):
-        vision = (r"vision_tower\..*", r"multi_modal_projector\..*")
-        return (*NEVER_LOADED, *vision, r"language_model\.lm_head\.weight")
-    return tied_head_ignored(config, default_tied=True)
-
-
 FAMILY = Family(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     spec_from_config=spec_from_config,
     checkpoint_plan=checkpoint_plan,
-    ignored_tensors=ignored_tensors,
+    ignored_tensors=(r"vision_tower\.", r"multi_modal_projector\."),
 )

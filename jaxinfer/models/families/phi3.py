@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.models.checkpoint_layout import decoder_plan
-from jaxinfer.models.family import Config, Family, llama_like_spec, tied_head_ignored
+from jaxinfer.models.family import Config, Family, llama_like_spec
 from jaxinfer.models.spec import DecoderSpec
 
 
@@ -21,5 +21,4 @@ FAMILY = Family(
     architectures=("Phi3ForCausalLM",),
     spec_from_config=spec_from_config,
     checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims, fused=True),
-    ignored_tensors=tied_head_ignored,
 )

@@ -8,7 +8,6 @@ from jaxinfer.models.family import (
     Family,
     llama_like_spec,
     qwen_windows,
-    tied_head_ignored,
 )
 from jaxinfer.models.spec import DecoderSpec
 
@@ -21,5 +20,4 @@ FAMILY = Family(
     architectures=("Qwen2ForCausalLM",),
     spec_from_config=spec_from_config,
     checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims),
-    ignored_tensors=tied_head_ignored,
 )

@@ -8,7 +8,6 @@ from jaxinfer.models.family import (
     Family,
     llama_like_spec,
     qwen_windows,
-    tied_head_ignored,
 )
 from jaxinfer.models.spec import DecoderSpec
 
@@ -29,5 +28,4 @@ FAMILY = Family(
     architectures=("Qwen3ForCausalLM",),
     spec_from_config=spec_from_config,
     checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims),
-    ignored_tensors=tied_head_ignored,
 )
