@@ -186,9 +186,13 @@ def _top_p(
 
 
 def _scale(total: jax.Array) -> jax.Array:
-    """The power of two [R] that carries weights with the sum `total` [R] to integers whose sum stays
-    below 2^31 (rounding adds at most half a unit per token)."""
-    return jnp.exp2(30 - jnp.ceil(jnp.log2(total)))
+    """The power of two [R] that carries weights with the sum `total` [R] float32, at least 1, to
+    integers that sum to [2^29, 2^30] (rounding adds at most half a unit per token).
+
+    Made from the exponent's bits: `exp2` of a whole number is not exact on CPU.
+    """
+    exponent = lax.bitcast_convert_type(total, jnp.int32) >> 23
+    return lax.bitcast_convert_type((29 + 2 * 127 - exponent) << 23, jnp.float32)
 
 
 def _nth_equal(logits: jax.Array, value: jax.Array, n: jax.Array) -> jax.Array:
