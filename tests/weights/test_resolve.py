@@ -15,7 +15,7 @@ PARTS = (b"first half, ", b"second half")
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     # No test may reach a network.
-    monkeypatch.setattr(packaged, "_installers", lambda: [])
+    monkeypatch.setattr(packaged, "_installers", list)
 
 
 def hub_snapshot(cache: Path, model: str, files: dict[str, str]) -> Path:
