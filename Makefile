@@ -81,7 +81,8 @@ $(FLOOR)/.stamp: $(VENV)/.stamp-uv pyproject.toml
 demo: $(VENV)/.stamp-smollm2
 	@$(BIN)/python notebooks/demo.py
 
-test: test-main test-jax-floor
+# The whole suite last: its summary line closes the run.
+test: test-jax-floor test-main
 
 test-main: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

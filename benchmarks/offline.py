@@ -148,6 +148,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument(
+        "--warmup", default="all", choices=("all", "lazy"), help="jaxinfer's policy"
+    )
+    parser.add_argument(
         "--peer",
         action="append",
         default=[],
@@ -183,7 +186,7 @@ def main() -> int:
     args = parse_args()
     vocab_size = model_vocab_size(args)
     arguments = ["--model", args.model, "--dtype", args.dtype, "--vocab-size", str(vocab_size)]
-    arguments += ["--max-model-len", str(args.max_model_len)]
+    arguments += ["--max-model-len", str(args.max_model_len), "--warmup", args.warmup]
     if args.gguf:
         arguments += ["--gguf", args.gguf]
     engines = [("jaxinfer", None), *(tuple(peer.split("=", 1)) for peer in args.peer)]

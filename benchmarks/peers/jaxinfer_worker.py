@@ -1,4 +1,4 @@
-"""jaxinfer, in-process, every program compiled before the first request."""
+"""jaxinfer, in-process; with the warm-up policy "all", every program is compiled before the first request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(args: argparse.Namespace) -> Engine:
         compiled += event == "/jax/core/compile/backend_compile_duration"
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    llm = LLM(args.model, dtype=args.dtype, max_model_len=args.max_model_len, warmup="all")
+    llm = LLM(args.model, dtype=args.dtype, max_model_len=args.max_model_len, warmup=args.warmup)
 
     def generate(prompts: Prompts, max_tokens: int) -> Prompts:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -33,7 +33,7 @@ def build(args: argparse.Namespace) -> Engine:
 
     return Engine(
         version=jaxinfer.__version__,
-        settings=f"jax {jax.__version__}, warmup=all",
+        settings=f"jax {jax.__version__}, warmup={args.warmup}",
         generate=generate,
         counters=lambda: {"compilations": compiled},
     )

@@ -36,6 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--warmup", default="all", help="jaxinfer's policy: all or lazy")
     parser.add_argument("--vocab-size", type=int, required=True)
     return parser.parse_args()
 
