@@ -53,7 +53,8 @@ def prefill_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     tile: int = 64,
-    chunk: int = 128,
+    chunk: int = 64,
+    long_chunk: int = 512,
 ) -> jax.Array:
     """q [T, N, H] -> [T, N, H], meaningful for the tokens of requests with query_lens > 0 only.
 
@@ -68,7 +69,8 @@ def prefill_attention(
     tile = min(tile, num_tokens)
     chunk_pages = pages_for(chunk, page_size, block_tables.shape[1])
     chunk = chunk_pages * page_size
-    block_tables = pad_block_tables(block_tables, chunk_pages)
+    long_ratio = max(long_chunk // chunk, 1)
+    block_tables = pad_block_tables(block_tables, chunk_pages * long_ratio)
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     plan = plan_tiles(query_lens, starts, tile, -(-num_tokens // tile) + num_rows)
     # A tile may reach past the last token; the padding keeps dynamic_slice from shifting it back.
@@ -89,18 +91,20 @@ def prefill_attention(
         if sliding_window is not None:
             first_chunk = jnp.maximum(position - sliding_window + 1, 0) // chunk
 
-        def one_chunk(c, carry):
+        def one_chunk(c, carry, ratio=1, all_seen=False):
             peak, total, acc = carry
-            pages = lax.dynamic_slice(block_tables, (row, c * chunk_pages), (1, chunk_pages))
-            num_valid = (end - c * chunk).reshape(1)
+            num_pages, num_slots = chunk_pages * ratio, chunk * ratio
+            pages = lax.dynamic_slice(block_tables, (row, c * num_pages), (1, num_pages))
+            num_valid = (end - c * num_slots).reshape(1)
             k_bksh = read_slots(k_pages, pages, num_valid)
             v_bksh = read_slots(v_pages, pages, num_valid)
             score_bkms = scores(q_bkmh, k_bksh, scale, soft_cap)
-            position_s = c * chunk + jnp.arange(chunk, dtype=jnp.int32)
-            seen = position_s[None, :] <= position_m[:, None]
-            if sliding_window is not None:
-                seen &= position_s[None, :] > position_m[:, None] - sliding_window
-            score_bkms = jnp.where(seen, score_bkms, MASKED)
+            if not all_seen:
+                position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
+                seen = position_s[None, :] <= position_m[:, None]
+                if sliding_window is not None:
+                    seen &= position_s[None, :] > position_m[:, None] - sliding_window
+                score_bkms = jnp.where(seen, score_bkms, MASKED)
             # A token that sees nothing in its first chunks gathers weights of 1 there, and the
             # fade of the first chunk in which it does see something (its own) wipes them out.
             new_peak = jnp.maximum(peak, score_bkms.max(axis=-1))
@@ -117,6 +121,13 @@ def prefill_attention(
             jnp.zeros(heads, dtype),
             jnp.zeros((*heads, head_size), dtype),
         )
+        if sliding_window is None:
+            # What every token of the tile sees needs no mask and is taken in larger bites.
+            num_long = position // (chunk * long_ratio)
+            start = lax.fori_loop(
+                0, num_long, lambda c, x: one_chunk(c, x, long_ratio, all_seen=True), start
+            )
+            first_chunk = num_long * long_ratio
         last_chunk = (end + chunk - 1) // chunk
         _, total, acc = lax.fori_loop(first_chunk, last_chunk, one_chunk, start)
         o_bkmh = acc / jnp.maximum(total, 1e-30)[..., None]
