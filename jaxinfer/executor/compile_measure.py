@@ -1,0 +1,255 @@
+"""The engine's own programs for a model, compiled for a GPU that is not here, in numbers.
+
+Nothing is loaded: leaves, cache and inputs are shapes. `measure` returns plain data, so that it can run as a
+`kernels_pallas.compile_job` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.executor.buckets import BucketLadder, StepShape
+from jaxinfer.executor.program_cache import ProgramCache
+from jaxinfer.executor.programs import Programs
+from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
+from jaxinfer.executor.sampler_state import SamplerState
+from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.registry import describe_model
+from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
+from kernels_pallas.gpu_target import compile_lowered, device_mesh, get_target
+from kernels_pallas.hlo_report import HloReport, analyze, inputs_of
+
+LEAST_MOVE = 1 << 20
+"""Bytes from which a copy of a weight or of the cache is reported: it takes a GPU less than a launch to move fewer."""
+
+
+def _llama(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": embed,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-1b": _llama(128_256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "llama-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
+    "llama-70b": _llama(128_256, 8192, 28_672, 80, 64, 8),
+}
+"""Shapes of Llama 3's models, as their configs give them."""
+
+PROGRAMS = ("decode", "mixed", "sample_greedy", "sample_random")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The step that is compiled: `rows` requests of `context` tokens each.
+
+    The decode step has one token of each; the mixed step `mixed_tokens` in all, the last request prefilling a chunk.
+    """
+
+    rows: int = 64
+    context: int = 2048
+    mixed_tokens: int = 1024
+    page_size: int = 64
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-self.context // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        return self.rows * self.pages_per_row + 1
+
+    def shape(self, program: str) -> StepShape:
+        tokens = self.mixed_tokens if program == "mixed" else self.rows
+        return StepShape(tokens, self.rows, self.pages_per_row, tokens == self.rows)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a program can't do without, on one device: bytes and FLOPs."""
+
+    num_bytes: int
+    flops: int
+
+
+def measure(
+    model: str,
+    target: str,
+    tensor_parallel_size: int,
+    workload: dict[str, int],
+    programs: list[str],
+    num_layers: int | None = None,
+) -> list[dict[str, Any]]:
+    """Compile `programs` (see `PROGRAMS`) of a model and count.
+
+    Args:
+        model: A preset's name, a model's directory or file, or whatever else `jaxinfer` finds a model by.
+        target: The GPU, a name in `kernels_pallas.gpu_target.TARGETS`.
+        workload: Fields of `Workload`.
+        num_layers: Cut the model short.
+    """
+    config = model_config(model)
+    if num_layers is not None:
+        config = {**config, "num_hidden_layers": num_layers}
+    work = Workload(**workload)
+    mesh = device_mesh(target, tensor_parallel_size, MODEL_AXIS)
+    description = describe_model(config)
+    decoder = FunctionalDecoder.create(description.spec, mesh, description.checkpoint_dtype)
+    return [_measure_program(decoder, target, work, program) for program in programs]
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """A preset's config, or that of a model on this machine or the hub."""
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    from jaxinfer.weights.resolve import open_checkpoint, resolve_model
+
+    return open_checkpoint(resolve_model(model, load_format="dummy")).config()
+
+
+def _programs(decoder: FunctionalDecoder, work: Workload) -> Programs:
+    vocab_size = decoder.spec.vocab_size
+    return Programs(
+        decoder=decoder,
+        ladder=BucketLadder.create(work.mixed_tokens, work.rows, work.pages_per_row),
+        cache=ProgramCache(num_threads=1),
+        sampler_state=SamplerState(work.rows, vocab_size, replicated(decoder.mesh)),
+        num_rows=work.rows,
+        num_blocks=work.num_pages,
+        block_size=work.page_size,
+        max_logprobs=0,
+    )
+
+
+def _measure_program(
+    decoder: FunctionalDecoder, target: str, work: Workload, program: str
+) -> dict[str, Any]:
+    programs = _programs(decoder, work)
+    shape = work.shape(program)
+    lower: Callable[[], jax.stages.Lowered]
+    if program in ("decode", "mixed"):
+        lower, floor = lambda: programs.lower_forward(shape), forward_floor(decoder, work, shape)
+    else:
+        level = SamplerLevel.GREEDY if program == "sample_greedy" else SamplerLevel.RANDOM
+        features = SamplerFeatures(level)
+        lower, floor = (
+            lambda: programs.lower_sample(work.rows, features),
+            sample_floor(decoder, work),
+        )
+    compiled = compile_lowered(decoder.mesh, lower)
+    leaves = {f"leaves[{i}]": ".".join(path) for i, path in enumerate(decoder.leaves)}
+    watched = [
+        name for name in inputs_of(compiled.hlo) if name.startswith(("leaves", "head", "kv_cache"))
+    ]
+    report = analyze(compiled.hlo, watched=dict.fromkeys(watched, LEAST_MOVE))
+    gpu = get_target(target)
+    peaks = gpu.bytes_per_second, gpu.bf16_flops_per_second
+    layers = _kernels_by_layer(report, leaves)
+    return {
+        "program": program,
+        "shape": shape._asdict(),
+        "lower_seconds": compiled.lower_seconds,
+        "compile_seconds": compiled.compile_seconds,
+        "memory": asdict(compiled.memory),
+        "cache_bytes": cache_bytes(decoder, work),
+        "flops": report.flops,
+        "num_bytes": report.num_bytes,
+        "floor": asdict(floor),
+        "roofline_seconds": report.seconds(*peaks),
+        "floor_seconds": max(floor.num_bytes / peaks[0], floor.flops / peaks[1]),
+        "num_kernels": report.num_kernels,
+        "kernels_per_layer": statistics.median(map(len, layers)) if layers else None,
+        "num_open_loops": report.num_open_loops,
+        "collective_bytes": report.collective_bytes,
+        "moved": [{**asdict(m), "label": leaves.get(m.label, m.label)} for m in report.moved],
+        "layer": [
+            {
+                "name": kernel.name,
+                "kind": kernel.opcode,
+                "source": kernel.source.rsplit("/", 1)[-1],
+                "inputs": [leaves.get(name, name) for name in kernel.inputs],
+                "flops": kernel.flops,
+                "num_bytes": kernel.num_bytes,
+            }
+            for kernel in (layers[len(layers) // 2] if layers else ())
+        ],
+    }
+
+
+def cache_bytes(decoder: FunctionalDecoder, work: Workload) -> int:
+    """Bytes of the whole KV cache on one device."""
+    shapes = decoder.kv_cache_shapes(work.num_pages, work.page_size)
+    return sum(map(_device_bytes, jax.tree.leaves(shapes)))
+
+
+def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) -> Floor:
+    """Each weight read once, of the embedding the batch's rows; the requests' keys and values read once, the new ones
+    written. FLOPs: two per weight and token, four per query, key and dimension that causality leaves."""
+    spec, dims, devices = decoder.spec, decoder.dims, decoder.dims.tensor_parallel_size
+    item = decoder.dtype.itemsize
+    outside = {("embed",), ("lm_head",)}
+    weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in outside}
+    chunk = shape.num_tokens - shape.num_rows + 1
+    contexts = work.rows * work.context
+    # The chunk's tokens see each other only as far as they have come.
+    seen = (work.rows - 1) * work.context + chunk * work.context - chunk * (chunk - 1) // 2
+    kv_token = 2 * dims.num_kv_heads * spec.head_dim * item // devices
+    num_layers = len(spec.layers)
+    heads = dims.num_kv_heads * dims.queries_per_kv // devices
+    matmuls = [leaf for leaf in weights.values() if leaf.ndim > 1]
+    return Floor(
+        num_bytes=sum(map(_device_bytes, weights.values()))
+        + shape.num_tokens * spec.embed_dim * item
+        + num_layers * kv_token * (contexts + shape.num_tokens),
+        flops=sum(2 * shape.num_tokens * _device_bytes(leaf) // item for leaf in matmuls)
+        + num_layers * 4 * heads * spec.head_dim * seen,
+    )
+
+
+def sample_floor(decoder: FunctionalDecoder, work: Workload) -> Floor:
+    """The head read once, and its matmul."""
+    head = decoder.leaves[("embed",) if decoder.spec.tied_head else ("lm_head",)]
+    head_bytes = _device_bytes(head)
+    hidden_bytes = work.rows * decoder.spec.embed_dim * decoder.dtype.itemsize
+    return Floor(head_bytes + hidden_bytes, 2 * work.rows * head_bytes // decoder.dtype.itemsize)
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    size = leaf.dtype.itemsize
+    for dim in leaf.sharding.shard_shape(leaf.shape):
+        size *= dim
+    return size
+
+
+def _kernels_by_layer(report: HloReport, leaves: dict[str, str]) -> list[list]:
+    """The kernels between the first to read one layer's weights and the first to read the next one's."""
+    first: dict[int, int] = {}
+    for position, kernel in enumerate(report.kernels):
+        for name in kernel.inputs:
+            path = leaves.get(name, "").split(".")
+            if path[0] == "layers":
+                first.setdefault(int(path[1]), position)
+    starts = [first[layer] for layer in sorted(first)]
+    return [list(report.kernels[a:b]) for a, b in pairwise(starts)]
