@@ -7,7 +7,7 @@ import msgspec
 
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The scheduler after a step: `kv_cache_usage` is the used share of the block pool, in [0, 1];
-    `num_scheduled_tokens` and `num_preemptions` count the step's own."""
+    `num_scheduled_tokens` are the step's, `num_preemptions` those since the step before it."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -12,7 +12,7 @@ from jaxinfer.engine.plan import StepResult
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.row_table import RowTable
 from jaxinfer.engine.scheduled_step import Index, ScheduledStep
-from jaxinfer.engine.stop_rules import end_of, ended_rows
+from jaxinfer.engine.stop_rules import end_of, rows_to_check
 
 NAN_LOGITS = (
     "NaN logits: the model's output for this request is not a number, so no token can be sampled. "
@@ -60,7 +60,9 @@ class StepUpdate:
         self._positions = None if positions is None else positions.tolist()
         self.outputs.request_ids = batch.request_ids
         self.outputs.token_ids = tokens.tolist()
-        for i in np.flatnonzero(ended_rows(self._table, batch.rows, tokens, num_output)).tolist():
+        for i in np.flatnonzero(
+            rows_to_check(self._table, batch.rows, tokens, num_output)
+        ).tolist():
             self._end(batch.requests[i], int(tokens[i]), int(num_output[i]))
 
     def _append_preempted(self, position: int) -> None:

@@ -8,10 +8,11 @@ from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 
 
-def ended_rows(table: RowTable, rows: Int32, tokens: Int32, num_output: Int32) -> Bool:
-    """Which of `rows` [N] end with their new token; `num_output` [N] counts it."""
-    stopped = table.is_stop_token(rows, tokens) & (num_output >= table.min_tokens[rows])
-    return stopped | (table.num_prompt[rows] + num_output >= table.max_total[rows])
+def rows_to_check(table: RowTable, rows: Int32, tokens: Int32, num_output: Int32) -> Bool:
+    """Which of `rows` [N] may end with their new token: it is a stop token, or there is no room for another.
+    `num_output` [N] counts it."""
+    is_full = table.num_prompt[rows] + num_output >= table.max_total[rows]
+    return table.is_stop_token(rows, tokens) | is_full
 
 
 def end_of(request: Request, token: int, num_output: int) -> FinishedRequest | None:

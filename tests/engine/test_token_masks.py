@@ -107,10 +107,11 @@ def test_a_stop_seen_while_sampling_waits_drops_the_row() -> None:
 
 
 def test_a_request_that_has_just_ended_is_not_found_stuck() -> None:
-    core, _ = make_core(max_num_seqs=1)
+    core, _ = make_core(max_num_seqs=2)
     params = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]], "stop_token_ids": [5]}
-    collected = run(core, [make_request("a", 4, max_tokens=6, **params)])
-    assert collected.ends == {"a": (FinishReason.STOP, 5)}
+    other = make_request("other", 4, min_tokens=6, max_tokens=6)
+    collected = run(core, [other, make_request("a", 4, max_tokens=6, **params)])
+    assert collected.ends["a"] == (FinishReason.STOP, 5)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
