@@ -2,7 +2,8 @@
 
 A compiled program serves one shape, so every step is padded up to a rung of this ladder. T counts the step's tokens,
 R its rows, P the width of its block tables. A step of decodes alone has T = R; otherwise R has its own coarser rungs,
-since it only pads small per-row work.
+since it only pads small per-row work. P costs no more than the transfer of the tables (attention loops over the pages
+that are in use), so it has one rung up to long contexts.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class BucketLadder:
         return cls(
             decode_rows=_rungs(MIN_ROWS, rows, 2),
             mixed_tokens=_rungs(16, max(max_num_batched_tokens, 16), 2),
-            mixed_rows=_rungs(8, max(rows, 8), 4),
-            pages=_rungs(8, max_pages, 4),
+            mixed_rows=_rungs(8, max(rows, 8), 8),
+            pages=_rungs(512, max_pages, 8),
         )
 
     def shape(self, num_tokens: int, num_rows: int, num_pages: int) -> StepShape:

@@ -82,11 +82,12 @@ def test_pack_matches_one_token_at_a_time(step):
 
 
 def test_ladder_has_no_lone_row_and_covers_its_limits():
-    ladder = BucketLadder.create(1000, 48, 100)
-    assert ladder.shape(1, 1, 1) == (2, 2, 8, True)
-    assert ladder.shape(48, 48, 100) == (48, 48, 100, True)
-    assert ladder.shape(1000, 48, 33) == (1000, 48, 100, False)
-    assert ladder.shape(17, 3, 8) == (32, 8, 8, False)
+    ladder = BucketLadder.create(1000, 48, 2000)
+    assert ladder.shape(1, 1, 1) == (2, 2, 512, True)
+    assert ladder.shape(48, 48, 513) == (48, 48, 2000, True)
+    assert ladder.shape(1000, 48, 33) == (1000, 48, 512, False)
+    assert ladder.shape(17, 3, 512) == (32, 8, 512, False)
+    assert BucketLadder.create(64, 8, 100).pages == (100,)
     shapes = list(ladder.all_shapes())
     assert len(shapes) == len(set(shapes))
     for tokens in range(1, 1001, 7):
