@@ -91,12 +91,38 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(original, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_damage_names_leaf_and_place(original, tmp_path):
+def test_orbax_itself_restores_the_same_leaves(original, converted):
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(converted / "leaves")
+    expected = load_leaves(original, PLAN, abstract())
+    assert restored.keys() == {".".join(path) for path in expected}
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(np.asarray(restored[".".join(path)]), np.asarray(leaf))
+
+
+def test_damage_names_leaf_and_file(original, tmp_path):
     out = tmp_path / "model"
     save_leaves(out, original, PLAN, abstract())
-    for path in out.glob("leaves/**/d/*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match=r"Leaf \S+ in .*leaves can't be read"):
+    chunk = out / "leaves" / "layers.0.gate_up" / "0.0.0"
+    whole = chunk.read_bytes()
+    chunk.write_bytes(whole[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"gate_up/0\.0\.0 is cut short: leaf layers\.0\.gate_up"
+    ):
+        load_leaves(OrbaxReader(out), {}, abstract())
+    chunk.unlink()
+    with pytest.raises(CheckpointError, match=r"Leaf layers\.0\.gate_up: .*0\.0\.0 is missing"):
+        load_leaves(OrbaxReader(out), {}, abstract())
+    chunk.write_bytes(whole)
+    zarray = out / "leaves" / "embed" / ".zarray"
+    text = zarray.read_text()
+    zarray.write_text(json.dumps(json.loads(text) | {"chunks": [50, 24]}))
+    with pytest.raises(CheckpointError, match=r"Leaf embed in .* is not stored in one piece"):
+        load_leaves(OrbaxReader(out), {}, abstract())
+    zarray.unlink()
+    with pytest.raises(CheckpointError, match="Leaf embed is missing"):
         load_leaves(OrbaxReader(out), {}, abstract())
 
 
