@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from machine import describe_machine, seconds_since_process_start, versions
@@ -27,33 +28,41 @@ STAGES = (
 )
 
 
+type Mark = tuple[float, float]
+"""Wall seconds since the process started, and CPU seconds that it has used."""
+
+
+def mark() -> Mark:
+    return seconds_since_process_start(), time.process_time()
+
+
 def child(model: str, dtype: str, cache_dir: str) -> None:
-    """Runs in the measured process; prints the time since its start at each stage as one JSON line."""
-    marks = [seconds_since_process_start()]
+    """Runs in the measured process; prints the mark of each stage as one JSON line."""
+    marks = [mark()]
 
     import jaxinfer  # noqa: F401
 
-    marks.append(seconds_since_process_start())
+    marks.append(mark())
 
     import jax  # noqa: F401
 
-    marks.append(seconds_since_process_start())
+    marks.append(mark())
 
     import flax.nnx  # noqa: F401
 
-    marks.append(seconds_since_process_start())
+    marks.append(mark())
 
     from jaxinfer import LLM, SamplingParams
 
     llm = LLM(model, dtype=dtype, max_model_len=512, compilation_cache_dir=cache_dir)
-    marks.append(seconds_since_process_start())
+    marks.append(mark())
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     llm.generate(["The capital of France is"], params, use_tqdm=False)
-    marks.append(seconds_since_process_start())
+    marks.append(mark())
     print(json.dumps(marks))
 
 
-def measure(args: argparse.Namespace, cache_dir: str) -> list[float]:
+def measure(args: argparse.Namespace, cache_dir: str) -> list[Mark]:
     command = [sys.executable, __file__, "--child", cache_dir]
     command += ["--model", args.model, "--dtype", args.dtype]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -81,11 +90,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="jaxinfer-startup-") as cache_dir:
             cold.append(measure(args, cache_dir))
             warm.append(measure(args, cache_dir))
-    print(f"| seconds since process start, median of {args.runs} | cold cache | warm cache |")
-    print("|---|---|---|")
+    print(
+        f"| seconds since process start, median of {args.runs} | cold cache | warm cache | warm: CPU |"
+    )
+    print("|---|---|---|---|")
     for index, stage in enumerate(STAGES):
-        at = [statistics.median(run[index] for run in runs) for runs in (cold, warm)]
-        print(f"| {stage} | {at[0]:.2f} | {at[1]:.2f} |")
+        cold_wall = statistics.median(run[index][0] for run in cold)
+        warm_wall, warm_cpu = (statistics.median(run[index][k] for run in warm) for k in (0, 1))
+        print(f"| {stage} | {cold_wall:.2f} | {warm_wall:.2f} | {warm_cpu:.2f} |")
 
 
 if __name__ == "__main__":
