@@ -63,7 +63,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads values in order; arrays of strings are walked, not decoded, until someone asks."""
+    """Reads the values of a header one after the other; strings and numbers are little-endian."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
         self.buffer = buffer
