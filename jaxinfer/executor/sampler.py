@@ -74,7 +74,12 @@ def sample(
     maxima = block_maxima(x)
     token_ids = _argmax(x, maxima)
     if features.level >= SamplerLevel.RANDOM:
-        token_ids = _sample_random(x, maxima, token_ids, packed)
+        greedy = token_ids
+        token_ids = lax.cond(
+            jnp.any(_floats(packed, columns.TEMPERATURE) > 0),
+            lambda: _sample_random(x, maxima, greedy, packed),
+            lambda: greedy,
+        )
     if full:
         state = state._replace(tokens=count_tokens(state.tokens, row, token_ids, active))
     scored = None

@@ -7,8 +7,8 @@ total), so that a sum depends neither on its order nor on the shape of the batch
 
 The search mostly ends among the blocks of 32 tokens with the largest maxima, 4,096 tokens instead
 of the whole vocabulary. Every token outside them is at most `bound`, the least of those maxima, so
-a threshold above it is the exact one; a row whose threshold is not is searched again over
-everything. Which of the two counts is decided for each row alone: its result can't depend on who
+a threshold above it is the exact one; the rows whose threshold is not are searched again over
+everything, a few at a time. Which of the two counts is decided for each row alone: its result can't depend on who
 shares the batch.
 """
 
@@ -27,6 +27,7 @@ BLOCK = 32
 """Tokens per block; the vocabulary axis of the logits is a multiple of it."""
 
 _NEAR_BLOCKS = 128
+_ROWS_AT_ONCE = 8
 
 
 class TokenFilter(NamedTuple):
@@ -40,6 +41,16 @@ class TokenFilter(NamedTuple):
         """[R, N] bool for the logits [R, N] of the tokens `index` [R, N]."""
         threshold, last = self.threshold[:, None], self.last[:, None]
         return (logits > threshold) | ((logits == threshold) & (index <= last))
+
+
+class _Row(NamedTuple):
+    """What the search for a nucleus must know of each row; all [R]."""
+
+    peak: jax.Array
+    temperature: jax.Array
+    threshold: jax.Array
+    scale: jax.Array
+    target: jax.Array
 
 
 class _Nucleus(NamedTuple):
@@ -118,11 +129,11 @@ def _top_k(logits: jax.Array, near: jax.Array, top_k: jax.Array, near_blocks: in
         return threshold
     # The maxima of the near blocks are that many elements at or above the bound, so the k-th
     # largest of all is the k-th largest of the near ones for every k up to their number.
-    far = top_k > near_blocks
-    return lax.cond(
-        jnp.any(far),
-        lambda: jnp.where(far, largest_reaching(logits, None, top_k), threshold),
-        lambda: threshold,
+    return _redo_rows(
+        lambda x, k: largest_reaching(x, None, k),
+        top_k > near_blocks,
+        (logits, top_k),
+        threshold,
     )
 
 
@@ -138,51 +149,62 @@ def _top_p(
     """The nucleus of the tokens at or above `threshold` [R]."""
     on = top_p < 1
     within = threshold > bound  # everything that is left is near
-    far = on & ~within
 
-    def weights_of(x: jax.Array, threshold: jax.Array) -> jax.Array:
-        weights = jnp.exp((x - peak[:, None]) / temperature[:, None])
-        return jnp.where(x >= threshold[:, None], weights, 0)
+    def weights_of(x: jax.Array, r: _Row) -> jax.Array:
+        weights = jnp.exp((x - r.peak[:, None]) / r.temperature[:, None])
+        return jnp.where(x >= r.threshold[:, None], weights, 0)
 
-    def over_all(near_sum: jax.Array, summed: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def units(x: jax.Array, r: _Row) -> jax.Array:
+        return jnp.round(weights_of(x, r) * r.scale[:, None]).astype(jnp.int32)
+
+    def over_all(summed: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if near.shape == logits.shape:
-            return near_sum
+            return summed(near)
+        far = on & ~within
         return lax.cond(
-            jnp.any(far), lambda: jnp.where(far, summed(logits), near_sum), lambda: near_sum
+            jnp.any(far),
+            lambda: jnp.where(far, summed(logits), summed(near)),
+            lambda: summed(near),
         )
 
-    def float_sum(x: jax.Array) -> jax.Array:
-        return jnp.sum(weights_of(x, threshold), axis=1)
-
-    scale = _scale(over_all(float_sum(near), float_sum))
-
-    def units(x: jax.Array, threshold: jax.Array) -> jax.Array:
-        return jnp.round(weights_of(x, threshold) * scale[:, None]).astype(jnp.int32)
-
-    def unit_sum(x: jax.Array) -> jax.Array:
-        return jnp.sum(units(x, threshold), axis=1)
-
-    total = over_all(unit_sum(near), unit_sum)
-    target = jnp.maximum(jnp.ceil(total.astype(jnp.float32) * top_p).astype(jnp.int32), 1)
-
-    def find(x: jax.Array) -> _Nucleus:
-        weights = units(x, threshold)
-        t = jnp.where(on, jnp.maximum(largest_reaching(x, weights, target), threshold), threshold)
+    def find(x: jax.Array, r: _Row) -> _Nucleus:
+        weights = units(x, r)
+        t = jnp.maximum(largest_reaching(x, weights, r.target), r.threshold)
         above = jnp.sum(jnp.where(x > t[:, None], weights, 0), axis=1)
         ties = jnp.sum(x == t[:, None], axis=1, dtype=jnp.int32)
-        one = jnp.maximum(units(t[:, None], threshold)[:, 0], 1)
-        needed = jnp.clip((target - above + one - 1) // one, 1, ties)
-        return _Nucleus(t, jnp.where(on, needed, ties), ties)
+        one = jnp.maximum(units(t[:, None], r)[:, 0], 1)
+        return _Nucleus(t, jnp.clip((r.target - above + one - 1) // one, 1, ties), ties)
 
-    nucleus = find(near)
-    if near.shape == logits.shape:
-        return nucleus
-    again = far & ~(nucleus.threshold > bound)
-    return lax.cond(
-        jnp.any(again),
-        lambda: jax.tree.map(lambda a, b: jnp.where(again, a, b), find(logits), nucleus),
-        lambda: nucleus,
-    )
+    row = _Row(peak, temperature, threshold, jnp.ones_like(peak), jnp.ones(peak.shape, jnp.int32))
+    row = row._replace(scale=_scale(over_all(lambda x: jnp.sum(weights_of(x, row), axis=1))))
+    total = over_all(lambda x: jnp.sum(units(x, row), axis=1))
+    target = jnp.ceil(total.astype(jnp.float32) * top_p).astype(jnp.int32)
+    row = row._replace(target=jnp.maximum(target, 1))
+    nucleus = find(near, row)
+    if near.shape != logits.shape:
+        again = on & ~within & ~(nucleus.threshold > bound)
+        nucleus = _redo_rows(find, again, (logits, row), nucleus)
+    one = jnp.ones_like(nucleus.ties)
+    off = _Nucleus(threshold, one, one)
+    return jax.tree.map(lambda a, b: jnp.where(on, a, b), nucleus, off)
+
+
+def _redo_rows[Args, Result](
+    f: Callable[..., Result], wanted: jax.Array, args: Args, results: Result
+) -> Result:
+    """`results`, of leaves [R, ...], with `f(*args)` in the `wanted` [R] rows: some rows at a time,
+    so that the cost grows with their number."""
+    R = wanted.shape[0]
+    size = min(_ROWS_AT_ONCE, R)
+
+    def some(carry: tuple[jax.Array, Result]) -> tuple[jax.Array, Result]:
+        wanted, results = carry
+        (rows,) = jnp.nonzero(wanted, size=size, fill_value=R)
+        redone = f(*jax.tree.map(lambda x: x.at[rows].get(mode="clip"), args))
+        put = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), results, redone)
+        return wanted.at[rows].set(False, mode="drop"), put
+
+    return lax.while_loop(lambda carry: jnp.any(carry[0]), some, (wanted, results))[1]
 
 
 def _scale(total: jax.Array) -> jax.Array:

@@ -94,18 +94,23 @@ def test_kept_set_is_that_of_a_sort(seed, grid, spread, masked, offset, rows, sh
 
 
 def test_near_and_whole_search_agree_whoever_shares_the_batch():
-    """A row that the near blocks serve gets the same filter beside one that needs the whole."""
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((R, 512)).astype(np.float32)
-    logits[0] *= 6
-    one, k, p, m = (np.full(R, v, np.float32) for v in (1, 0, 0.9, 0))
-    k = k.astype(np.int32)
+    """20 rows of which 13 need the whole search, more than are searched at once; the others get the
+    same filter as without them."""
+    n = 20
+    logits = np.random.default_rng(0).standard_normal((n, 512)).astype(np.float32)
+    peaked = np.arange(n) % 3 == 0
+    logits[peaked] *= 6
+    one, p, m = (np.full(n, v, np.float32) for v in (1, 0.9, 0))
+    k = np.zeros(n, np.int32)
     both = np.asarray(kept_tokens(logits, one, k, p, m, 4))
-    alone = np.asarray(kept_tokens(np.tile(logits[:1], (R, 1)), one, k, p, m, 4))
+    calm = np.where(peaked[:, None], logits, logits[0])
+    alone = np.asarray(kept_tokens(calm, one, k, p, m, 4))
     whole = np.asarray(kept_tokens(logits, one, k, p, m, 128))
-    assert both[0].sum() < 128 < both[1].sum()
-    np.testing.assert_array_equal(both[0], alone[0])
+    assert both[peaked].sum(axis=1).max() < 128 < both[~peaked].sum(axis=1).min()
+    np.testing.assert_array_equal(both[peaked], alone[peaked])
     np.testing.assert_array_equal(both, whole)
+    for r in range(n):
+        check_row(both[r], logits[r], 1.0, 0, np.float32(0.9), 0.0)
 
 
 @pytest.mark.parametrize("ties", [3, 4, 100])
