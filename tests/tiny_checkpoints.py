@@ -103,7 +103,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 CONFIGS["gemma3_multimodal"] = (
     "Gemma3",
     dict(
-        text_config={**_COMMON, **CONFIGS["gemma3"][1], "model_type": "gemma3_text"},
+        text_config={
+            **_COMMON,
+            **CONFIGS["gemma3"][1],
+            "model_type": "gemma3_text",
+            "final_logit_softcapping": None,  # which transformers ignores in this class
+        },
         vision_config=dict(
             model_type="siglip_vision_model",
             hidden_size=16,
@@ -114,7 +119,7 @@ CONFIGS["gemma3_multimodal"] = (
             patch_size=14,
         ),
         mm_tokens_per_image=4,
-        image_token_index=96,
+        image_token_index=0,
     ),
 )
 """By name: the prefix of the transformers classes, and what differs from the common tiny config."""

@@ -10,8 +10,8 @@ from tests.models.paged_harness import PagedRunner, load_checkpoint
 from tests.tiny_checkpoints import CONFIGS, tiny_checkpoint, tiny_model
 
 PROMPTS = [
-    np.random.default_rng(1).integers(3, 96, 21).tolist(),
-    np.random.default_rng(2).integers(3, 96, 10).tolist(),
+    np.random.default_rng(1).integers(3, 97, 21).tolist(),
+    np.random.default_rng(2).integers(3, 97, 10).tolist(),
 ]
 NUM_NEW_TOKENS = 12
 
