@@ -7,6 +7,7 @@ memory, and bytes, FLOPs and kernels counted from the optimised HLO, against wha
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections.append(Section(model, size, results))
         print(render_section(sections[-1], work), flush=True)
     if args.output is not None:
-        args.output.write_text(render(sections, args.target, work))
+        options = shlex.join(sys.argv[1:] if argv is None else argv)
+        args.output.write_text(render(sections, args.target, work, options))
     return int(any(isinstance(r, str) for s in sections for r in s.results.values()))
 
 
@@ -112,11 +114,13 @@ def _run(
     return result
 
 
-def render(sections: Sequence[Section], target: str, work: Workload) -> str:
+def render(sections: Sequence[Section], target: str, work: Workload, options: str = "") -> str:
+    """The whole report in Markdown; `options` is what the command was given."""
+    command = f"python -m jaxinfer.executor.compile_report {options}".strip()
     gpu = get_target(target)
     head = f"""# The engine's programs, compiled for the {gpu.device_name}
 
-Written by `python -m jaxinfer.executor.compile_report` with JAX {version("jax")}, on a machine without a GPU.
+Written by `{command}` with JAX {version("jax")}, on a machine without a GPU.
 {gpu.device_name}: {gpu.bytes_per_second / 1e12:g} TB/s, {gpu.bf16_flops_per_second / 1e12:g} TFLOP/s in bfloat16.
 
 {_NOTES}"""
