@@ -42,6 +42,16 @@ class SamplerState:
             array((S, bias_width), jnp.float32),
         )
 
+    def compile_updates(self, rows: SamplingRows) -> None:
+        """Compile what `update` runs, for every bias width that `rows` may still come to, so that
+        nothing compiles when a request first needs it. Allocates the state, at the widest, and lets
+        go of it again."""
+        for width in BIAS_WIDTHS:
+            if width >= rows.bias_width:
+                scratch = self._zeros(width)
+                for array in scratch:
+                    _set_row(array, 0, np.zeros(array.shape[1:], array.dtype))
+
     def update(self, rows: SamplingRows) -> None:
         """Upload what changed with the admissions since the last call."""
         arrays = self._with_width(rows.bias_width)
@@ -55,21 +65,24 @@ class SamplerState:
         self.arrays = arrays
 
     def _with_width(self, bias_width: int) -> SamplerArrays:
-        S, V = self._shape
         if self.arrays is None:
-            return SamplerArrays(
-                self._put(np.zeros((S, V), np.uint16)),
-                self._put(np.full((S, bias_width), V, np.int32)),
-                self._put(np.zeros((S, bias_width), np.float32)),
-            )
+            return self._zeros(bias_width)
         more = bias_width - self.arrays.bias_ids.shape[1]
         if not more:
             return self.arrays
         pad = ((0, 0), (0, more))
         ids, values = jax.device_get((self.arrays.bias_ids, self.arrays.bias_values))
         return self.arrays._replace(
-            bias_ids=self._put(np.pad(ids, pad, constant_values=V)),
+            bias_ids=self._put(np.pad(ids, pad, constant_values=self._shape[1])),
             bias_values=self._put(np.pad(values, pad)),
+        )
+
+    def _zeros(self, bias_width: int) -> SamplerArrays:
+        S, V = self._shape
+        return SamplerArrays(
+            self._put(np.zeros((S, V), np.uint16)),
+            self._put(np.full((S, bias_width), V, np.int32)),
+            self._put(np.zeros((S, bias_width), np.float32)),
         )
 
     def _put(self, array: np.ndarray) -> jax.Array:

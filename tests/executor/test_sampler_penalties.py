@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from jaxinfer.executor.penalties import apply_penalties, count_tokens
+from jaxinfer.executor.program_cache import CompileGuard
 from jaxinfer.executor.sampler import sample
 from jaxinfer.executor.sampler_state import SamplerState, sampler_state_nbytes
 from jaxinfer.executor.sampling_rows import MAX_COUNT, SamplingRows, token_states
 from jaxinfer.sampling_params import SamplingParams
 
 V = 50
+GREEDY = SamplingParams(temperature=0)
 jitted_sample = jax.jit(sample, static_argnames="features", donate_argnums=2)
 
 
@@ -124,6 +126,32 @@ def test_wide_logit_bias_keeps_the_narrow_ones():
     np.testing.assert_array_equal(tokens, [8, 29])
     nbytes = sum(x.nbytes for x in state.arrays)
     assert nbytes == sampler_state_nbytes(2, V)
+
+
+def test_no_update_compiles_after_compile_updates():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows, state = SamplingRows(3, V), SamplerState(3, V, everywhere)
+    state.compile_updates(rows)
+    assert state.arrays is None
+    bias = SamplingParams(temperature=0, logit_bias={1: 1.0}, presence_penalty=1)
+    wide = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(30), 1.0))
+    steps = [[(0, bias)], [(1, bias), (0, GREEDY)], [(2, wide)], [(0, wide), (2, bias)]]
+    logits, order, every = np.zeros((3, V), np.float32), np.arange(3), np.ones(3, bool)
+    for admitted in steps:
+        for row, params in admitted:
+            rows.set_row(row, params, np.arange(2), 2)
+        guard = CompileGuard()
+        state.update(rows)
+        assert guard.count == 0
+        features = rows.features(order, every, masked=False)
+        _, state.arrays = jitted_sample(
+            logits,
+            rows.gather(order, order + 2, every, 3),
+            state.arrays,
+            rows.mask_words(None, 3),
+            features=features,
+        )
 
 
 def test_too_many_biases_are_refused():
