@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import shutil
 import tempfile
 
 from worker import Engine, Prompts, serve
@@ -22,7 +24,9 @@ ENVIRONMENT = {
 def build(args: argparse.Namespace) -> Engine:
     os.environ.update(ENVIRONMENT)
     # Its ahead-of-time cache of an earlier start fails to load, so every start compiles anew.
-    os.environ.setdefault("VLLM_CACHE_ROOT", tempfile.mkdtemp(prefix="vllm-cache-"))
+    cache = tempfile.mkdtemp(prefix="vllm-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["VLLM_CACHE_ROOT"] = cache
     import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 
