@@ -40,24 +40,37 @@ def largest_reaching(x: jax.Array, weights: jax.Array | None, target: jax.Array)
 
 
 def _sums(x: jax.Array, weights: jax.Array | None, thresholds: jax.Array) -> jax.Array:
-    """[R, C]: for each of the `thresholds` [R, C] the summed weights at or above it.
+    """[R, C]: for each of the `thresholds` [R, C] the summed weights at or above it."""
+    return lax.platform_dependent(
+        x, weights, thresholds, cpu=_sums_in_slices, default=_weight_above
+    )
 
-    Slices of the row are added elementwise before they are reduced: XLA on CPU vectorises and
+
+def _weight_above(x: jax.Array, weights: jax.Array | None, thresholds: jax.Array) -> jax.Array:
+    return jnp.sum(_weights_above(x, weights, thresholds), axis=2, dtype=jnp.int32)
+
+
+def _weights_above(x: jax.Array, weights: jax.Array | None, thresholds: jax.Array) -> jax.Array:
+    """[R, C, N], the weight of each element for the thresholds that it reaches."""
+    above = x[:, None, :] >= thresholds[:, :, None]
+    return above.astype(jnp.int32) if weights is None else jnp.where(above, weights[:, None, :], 0)
+
+
+def _sums_in_slices(x: jax.Array, weights: jax.Array | None, thresholds: jax.Array) -> jax.Array:
+    """Slices of the row are added elementwise before they are reduced: XLA on CPU vectorises and
     parallelises that, and not a reduction with the comparison inside (1.5 times the cost of one
-    threshold for seven).
+    threshold for seven). On a GPU the slices would only be written out.
     """
     N = x.shape[1]
     slices = _SLICES if N % _SLICES == 0 else 1
     width = N // slices
     total = jnp.zeros((*thresholds.shape, width), jnp.int32)
     for start in range(0, N, width):
-        part = lax.slice_in_dim(x, start, start + width, axis=1)[:, None, :]
-        above = part >= thresholds[:, :, None]
-        if weights is None:
-            total += above.astype(jnp.int32)
-        else:
-            weight = lax.slice_in_dim(weights, start, start + width, axis=1)[:, None, :]
-            total += jnp.where(above, weight, 0)
+
+        def part(array: jax.Array, start: int = start) -> jax.Array:
+            return lax.slice_in_dim(array, start, start + width, axis=1)
+
+        total += _weights_above(part(x), None if weights is None else part(weights), thresholds)
     return jnp.sum(total, axis=2)
 
 
