@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
 if TYPE_CHECKING:
     from jaxinfer.engine.core import EngineCore
     from jaxinfer.weights.reader import CheckpointReader
+
+
+_GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+"""One of these exists where a process can reach an NVIDIA GPU (the last on Windows' Linux)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,10 @@ def _resolve(args: EngineArgs, model: str) -> ModelFiles:
 
 def _build_core(args: EngineArgs, reader: CheckpointReader) -> tuple[EngineConfig, EngineCore]:
     import jax
+
+    if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _GPU_DRIVERS)):
+        # Without a driver, JAX's CUDA plugin crashes the process where it is installed.
+        jax.config.update("jax_platforms", "cpu")
 
     from jaxinfer.engine.core import EngineCore
     from jaxinfer.executor.build import build_executor

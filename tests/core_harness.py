@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.tiny_checkpoints import tiny_checkpoint
-
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.messages import EngineCoreRequest, FinishedRequest, TokenLogprobs
@@ -18,6 +16,7 @@ from jaxinfer.executor.executor import MeshExecutor
 from jaxinfer.models.registry import describe_model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights.resolve import open_checkpoint, resolve_model
+from tests.tiny_checkpoints import tiny_checkpoint
 
 
 @dataclass

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.core_harness import executor_of, run, tiny_core
 
 from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.sampling_params import SamplingParams
+from tests.core_harness import executor_of, run, tiny_core
 
 NUM_REQUESTS, NUM_TOKENS = 32, 24
 

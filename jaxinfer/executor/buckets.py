@@ -49,9 +49,7 @@ class BucketLadder:
     pages: tuple[int, ...]
 
     @classmethod
-    def create(
-        cls, max_num_batched_tokens: int, max_num_seqs: int, max_pages: int
-    ) -> BucketLadder:
+    def create(cls, max_num_batched_tokens: int, max_num_seqs: int, max_pages: int) -> BucketLadder:
         rows = max(max_num_seqs, MIN_ROWS)
         return cls(
             decode_rows=_rungs(MIN_ROWS, rows, 2),

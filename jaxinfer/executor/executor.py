@@ -57,9 +57,7 @@ class MeshExecutor:
                 decoder=decoder,
                 ladder=ladder,
                 cache=self._cache,
-                sampler_state=SamplerState(
-                    limits.max_num_seqs, spec.vocab_size, replicated(mesh)
-                ),
+                sampler_state=SamplerState(limits.max_num_seqs, spec.vocab_size, replicated(mesh)),
                 num_rows=limits.max_num_seqs,
                 num_blocks=num_blocks,
                 block_size=config.cache.block_size,

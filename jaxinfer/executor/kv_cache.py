@@ -56,9 +56,7 @@ def allocate(shapes: Sequence[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]
     """The zeroed cache, made where it lives: no copy ever passes through the host."""
 
     def zeros() -> KVCache:
-        return tuple(
-            (jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype)) for k, v in shapes
-        )
+        return tuple((jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype)) for k, v in shapes)
 
     shardings = tuple((k.sharding, v.sharding) for k, v in shapes)
     return jax.jit(zeros, out_shardings=shardings)()
