@@ -20,9 +20,13 @@ from kernels_pallas.ragged_paged_attention.xla_pages import (
     pages_for,
     read_slots,
     scores,
+    vary_like,
 )
 
+# Chunks per step of the loop: about as many as there are requests, and no more keys than stay in
+# the cores' caches until they are used.
 _MIN_BLOCK, _MAX_BLOCK = 4, 32
+_BLOCK_BYTES = 1 << 20
 
 
 def decode_attention(
@@ -44,7 +48,8 @@ def decode_attention(
     block_tables = pad_block_tables(block_tables, chunk_pages)
     chunks_per_row = block_tables.shape[1] // chunk_pages
     page_ids = block_tables.reshape(num_rows * chunks_per_row, chunk_pages)
-    block = min(max(num_rows, _MIN_BLOCK), _MAX_BLOCK, num_rows * chunks_per_row)
+    fitting = _BLOCK_BYTES // (chunk * num_kv_heads * head_size * k_pages.dtype.itemsize)
+    block = min(max(min(num_rows, fitting, _MAX_BLOCK), _MIN_BLOCK), num_rows * chunks_per_row)
 
     q_rkgh = q_rnh.reshape(num_rows, num_kv_heads, -1, head_size)
     dtype = accumulator(q_rnh.dtype)
@@ -107,6 +112,7 @@ def decode_attention(
         jnp.zeros(heads, dtype),
         jnp.zeros((*heads, head_size), dtype),
     )
+    start = vary_like(start, q_rnh, *kv_pages, block_tables, seq_lens)
     num_blocks = (ends[-1] + block - 1) // block
     _, total_rkg, acc_rkgh = lax.fori_loop(0, num_blocks, one_block, start)
     o_rkgh = acc_rkgh / jnp.maximum(total_rkg, 1e-30)[..., None]

@@ -61,3 +61,15 @@ def scores(q_bkmh: jax.Array, k_bksh: jax.Array, scale: float, soft_cap: float |
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The type in which scores and sums over values of `dtype` are kept."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def vary_like(arrays: tuple[jax.Array, ...], *references: jax.Array) -> tuple[jax.Array, ...]:
+    """Under shard_map, marks constants as differing over the mesh axes over which references do.
+
+    The carry of a loop has to say so from the start. Done by a dependence that XLA folds away, as
+    the functions that state it change from one JAX release to the next.
+    """
+    never = jnp.bool_(False)
+    for reference in references:
+        never |= (reference[(0,) * reference.ndim] != 0) & False
+    return tuple(jnp.where(never, jnp.ones_like(x), x) for x in arrays)

@@ -19,6 +19,7 @@ from kernels_pallas.ragged_paged_attention.xla_pages import (
     pages_for,
     read_slots,
     scores,
+    vary_like,
 )
 
 
@@ -78,6 +79,7 @@ def prefill_attention(
         q_tnh.reshape(num_tokens, num_kv_heads, group, head_size),
         ((0, tile), (0, 0), (0, 0), (0, 0)),
     )
+    inputs = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
     token_m = jnp.arange(tile * group, dtype=jnp.int32) // group
 
     def one_tile(index, out):
@@ -121,6 +123,7 @@ def prefill_attention(
             jnp.zeros(heads, dtype),
             jnp.zeros((*heads, head_size), dtype),
         )
+        start = vary_like(start, *inputs)
         if sliding_window is None:
             # What every token of the tile sees needs no mask and is taken in larger bites.
             num_long = position // (chunk * long_ratio)
@@ -137,5 +140,6 @@ def prefill_attention(
             out, o_kigh.transpose(1, 0, 2, 3).astype(out.dtype), first, 0
         )
 
-    out = lax.fori_loop(0, plan.count, one_tile, jnp.zeros_like(q_tkgh))
+    (out,) = vary_like((jnp.zeros_like(q_tkgh),), *inputs)
+    out = lax.fori_loop(0, plan.count, one_tile, out)
     return out[:num_tokens].reshape(q_tnh.shape)
