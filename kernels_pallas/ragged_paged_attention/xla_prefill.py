@@ -64,13 +64,16 @@ def prefill_attention(
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
     num_tokens, num_heads, _ = q_tnh.shape
-    num_rows = block_tables.shape[0]
+    num_rows, pages_per_row = block_tables.shape
     group = num_heads // num_kv_heads
     dtype = accumulator(q_tnh.dtype)
     tile = min(tile, num_tokens)
-    chunk_pages = pages_for(chunk, page_size, block_tables.shape[1])
+    chunk_pages = pages_for(chunk, page_size, pages_per_row)
     chunk = chunk_pages * page_size
     long_ratio = max(long_chunk // chunk, 1)
+    has_long_chunks = sliding_window is None and pages_per_row > chunk_pages * long_ratio
+    if not has_long_chunks:
+        long_ratio = 1
     block_tables = pad_block_tables(block_tables, chunk_pages * long_ratio)
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     plan = plan_tiles(query_lens, starts, tile, -(-num_tokens // tile) + num_rows)
@@ -124,7 +127,7 @@ def prefill_attention(
             jnp.zeros((*heads, head_size), dtype),
         )
         start = vary_like(start, *inputs)
-        if sliding_window is None:
+        if has_long_chunks:
             # What every token of the tile sees needs no mask and is taken in larger bites.
             num_long = position // (chunk * long_ratio)
             start = lax.fori_loop(
