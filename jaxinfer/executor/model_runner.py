@@ -86,7 +86,7 @@ class ModelRunner:
         features = self.sampling_rows.features(plan.rows, plan.samples, masked=mask is not None)
         if features is not None:
             state = self.programs.sampler_state
-            if features.bias_width:
+            if features.stateful:
                 state.update(self.sampling_rows)
             words = None
             if features.masked:
@@ -96,12 +96,12 @@ class ModelRunner:
                 self._head,
                 forward.rows,
                 self.last_tokens,
-                state.arrays if features.bias_width else None,
+                state.arrays if features.stateful else None,
                 self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows),
                 words,
             )
             self.last_tokens = out.last_tokens
-            if features.bias_width:
+            if features.stateful:
                 state.arrays = out.state
             launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
             for array in jax.tree.leaves((out.token_ids, out.logprobs)):
@@ -111,7 +111,7 @@ class ModelRunner:
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every program that a step can need."""
         self.programs.warm_up(progress)
-        self.programs.sampler_state.compile_updates(self.sampling_rows)
+        self.programs.sampler_state.compile_updates()
 
     @property
     def _head(self) -> jax.Array:

@@ -162,7 +162,7 @@ class Programs:
     def lower_sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Lowered:
         spec = self.decoder.spec
         words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
-        state = self.sampler_state.abstract(features.bias_width) if features.bias_width else None
+        state = self.sampler_state.abstract() if features.stateful else None
         return jax.jit(
             partial(sample_step, self.decoder, features),
             donate_argnums=(2, 3) if state else 2,

@@ -5,11 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from jaxinfer.config import MAX_LOGIT_BIAS
-
-BIAS_WIDTHS = (16, MAX_LOGIT_BIAS)
-"""How many logit_bias entries a row of the device state may hold; the wide one once a request has needed it."""
-
 _COMMON_LOGPROBS = 20
 
 
@@ -27,14 +22,18 @@ class SamplerFeatures:
     """One variant of the sampling program.
 
     `masked`: it takes token masks (always so for FULL, which is given all-ones words where nothing is masked).
-    `num_logprobs`: top logprobs returned beside the chosen token's, None for no logprobs at all.
-    `bias_width`: logit_bias entries per row in the state (FULL only, else 0).
+    `num_logprobs`: top logprobs returned beside the chosen token's, None for no logprobs at all (always so below FULL:
+    every combination is a program to compile for each number of rows).
     """
 
     level: SamplerLevel = SamplerLevel.GREEDY
     masked: bool = False
     num_logprobs: int | None = None
-    bias_width: int = 0
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the program takes and returns `SamplerArrays`."""
+        return self.level is SamplerLevel.FULL
 
 
 def logprobs_rungs(max_logprobs: int, vocab_size: int) -> tuple[int, ...]:
@@ -45,17 +44,14 @@ def logprobs_rungs(max_logprobs: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def all_features(max_logprobs: int, vocab_size: int) -> list[SamplerFeatures]:
-    """Every variant that `SamplingRows.features` can ask for, the most used first: 12 at the default limits (2
-    greedy, 2 random, 2 full, each with and without logprobs)."""
-    variants = [
-        (SamplerLevel.GREEDY, False, 0),
-        (SamplerLevel.RANDOM, False, 0),
-        (SamplerLevel.GREEDY, True, 0),
-        (SamplerLevel.RANDOM, True, 0),
-        *((SamplerLevel.FULL, True, width) for width in BIAS_WIDTHS),
-    ]
+    """Every variant that `SamplingRows.features` can ask for, the most used first: 6 at the default limits."""
     return [
-        SamplerFeatures(level, masked, num_logprobs, width)
-        for num_logprobs in (None, *logprobs_rungs(max_logprobs, vocab_size))
-        for level, masked, width in variants
+        SamplerFeatures(SamplerLevel.GREEDY),
+        SamplerFeatures(SamplerLevel.RANDOM),
+        SamplerFeatures(SamplerLevel.GREEDY, masked=True),
+        SamplerFeatures(SamplerLevel.RANDOM, masked=True),
+        *(
+            SamplerFeatures(SamplerLevel.FULL, masked=True, num_logprobs=num_logprobs)
+            for num_logprobs in (None, *logprobs_rungs(max_logprobs, vocab_size))
+        ),
     ]

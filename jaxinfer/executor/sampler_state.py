@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.config import MAX_LOGIT_BIAS
 from jaxinfer.executor.penalties import SamplerArrays
-from jaxinfer.executor.sampler_features import BIAS_WIDTHS
 from jaxinfer.executor.sampling_rows import SamplingRows
 
 
 def sampler_state_nbytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes of the state on each device once it is allocated, at its largest."""
-    return max_num_seqs * (vocab_size * 2 + BIAS_WIDTHS[-1] * 8)
+    """Bytes of the state on each device once it is allocated."""
+    return max_num_seqs * (vocab_size * 2 + MAX_LOGIT_BIAS * 8)
 
 
 class SamplerState:
@@ -32,29 +32,24 @@ class SamplerState:
         self._shape = (max_num_seqs, vocab_size)
         self._sharding = sharding
 
-    def abstract(self, bias_width: int) -> SamplerArrays:
+    def abstract(self) -> SamplerArrays:
         """Shapes of the state, for compilation ahead of time."""
         S, V = self._shape
         array = functools.partial(jax.ShapeDtypeStruct, sharding=self._sharding)
         return SamplerArrays(
             array((S, V), jnp.uint16),
-            array((S, bias_width), jnp.int32),
-            array((S, bias_width), jnp.float32),
+            array((S, MAX_LOGIT_BIAS), jnp.int32),
+            array((S, MAX_LOGIT_BIAS), jnp.float32),
         )
 
-    def compile_updates(self, rows: SamplingRows) -> None:
-        """Compile what `update` runs, for every bias width that `rows` may still come to, so that
-        nothing compiles when a request first needs it. Allocates the state, at the widest, and lets
-        go of it again."""
-        for width in BIAS_WIDTHS:
-            if width >= rows.bias_width:
-                scratch = self._zeros(width)
-                for array in scratch:
-                    _set_row(array, 0, np.zeros(array.shape[1:], array.dtype))
+    def compile_updates(self) -> None:
+        """Compile what `update` runs, so that nothing compiles when a request first needs it."""
+        for array in self._zeros():
+            _set_row(array, 0, np.zeros(array.shape[1:], array.dtype))
 
     def update(self, rows: SamplingRows) -> None:
         """Upload what changed with the admissions since the last call."""
-        arrays = self._with_width(rows.bias_width)
+        arrays = self._zeros() if self.arrays is None else self.arrays
         for row, states in rows.take_token_states().items():
             arrays = arrays._replace(tokens=_set_row(arrays.tokens, row, states))
         for row, (ids, values) in rows.take_biases().items():
@@ -64,25 +59,12 @@ class SamplerState:
             )
         self.arrays = arrays
 
-    def _with_width(self, bias_width: int) -> SamplerArrays:
-        if self.arrays is None:
-            return self._zeros(bias_width)
-        more = bias_width - self.arrays.bias_ids.shape[1]
-        if not more:
-            return self.arrays
-        pad = ((0, 0), (0, more))
-        ids, values = jax.device_get((self.arrays.bias_ids, self.arrays.bias_values))
-        return self.arrays._replace(
-            bias_ids=self._put(np.pad(ids, pad, constant_values=self._shape[1])),
-            bias_values=self._put(np.pad(values, pad)),
-        )
-
-    def _zeros(self, bias_width: int) -> SamplerArrays:
+    def _zeros(self) -> SamplerArrays:
         S, V = self._shape
         return SamplerArrays(
             self._put(np.zeros((S, V), np.uint16)),
-            self._put(np.full((S, bias_width), V, np.int32)),
-            self._put(np.zeros((S, bias_width), np.float32)),
+            self._put(np.full((S, MAX_LOGIT_BIAS), V, np.int32)),
+            self._put(np.zeros((S, MAX_LOGIT_BIAS), np.float32)),
         )
 
     def _put(self, array: np.ndarray) -> jax.Array:

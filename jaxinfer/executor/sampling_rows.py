@@ -13,7 +13,6 @@ import numpy as np
 from jaxinfer.config import MAX_LOGIT_BIAS
 from jaxinfer.engine.plan import TokenMask
 from jaxinfer.executor.sampler_features import (
-    BIAS_WIDTHS,
     SamplerFeatures,
     SamplerLevel,
     logprobs_rungs,
@@ -46,7 +45,6 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.num_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int32)
-        self.bias_width = BIAS_WIDTHS[0]
         self._logprobs_rungs = np.array(logprobs_rungs(max_logprobs, vocab_size))
         self._levels = np.zeros(max_num_seqs, np.uint8)
         self._has_bias = np.zeros(max_num_seqs, bool)
@@ -124,13 +122,10 @@ class SamplingRows:
         if not len(sampling):
             return None
         level = SamplerLevel(self._levels[sampling].max())
-        full = level is SamplerLevel.FULL
-        return SamplerFeatures(
-            level=level,
-            masked=masked or full,
-            num_logprobs=self.logprobs_rung(self.num_logprobs[sampling].max()),
-            bias_width=self.bias_width if full else 0,
-        )
+        num_logprobs = self.logprobs_rung(self.num_logprobs[sampling].max())
+        if level is SamplerLevel.FULL or num_logprobs is not None:
+            return SamplerFeatures(SamplerLevel.FULL, True, num_logprobs)
+        return SamplerFeatures(level, masked)
 
     def logprobs_rung(self, num_logprobs: int) -> int | None:
         """The static number of top logprobs of the program that serves a request for `num_logprobs`."""
@@ -151,8 +146,8 @@ class SamplingRows:
         return taken
 
     def take_biases(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Rows whose logit_bias changed since the last call: token ids and values, [bias_width] each, where the
-        unused entries have the id V."""
+        """Rows whose logit_bias changed since the last call: token ids and values, [MAX_LOGIT_BIAS] each,
+        where the unused entries have the id V."""
         taken, self._biases = self._biases, {}
         return {row: self._padded(*bias) for row, bias in taken.items()}
 
@@ -171,10 +166,9 @@ class SamplingRows:
             np.fromiter(bias.keys(), np.int32, len(bias)),
             np.fromiter(bias.values(), np.float32, len(bias)),
         )
-        self.bias_width = max(self.bias_width, _width(len(bias)))
 
     def _padded(self, ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        padding = (0, self.bias_width - len(ids))
+        padding = (0, MAX_LOGIT_BIAS - len(ids))
         return np.pad(ids, padding, constant_values=self.vocab_size), np.pad(values, padding)
 
 
@@ -187,7 +181,3 @@ def token_states(
     states = np.minimum(counts, MAX_COUNT).astype(np.uint16)
     states[token_ids[:num_prompt_tokens]] |= PROMPT_BIT
     return states
-
-
-def _width(entries: int) -> int:
-    return next(width for width in BIAS_WIDTHS if width >= entries)

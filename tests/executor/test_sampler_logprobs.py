@@ -8,6 +8,7 @@ from scipy.special import log_softmax
 
 from jaxinfer.executor import logprobs
 from jaxinfer.executor.sampler import sample
+from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import SamplingRows
 from jaxinfer.sampling_params import SamplingParams
 
@@ -41,8 +42,10 @@ def test_sampled_logprobs_are_those_of_the_raw_logits():
     features = rows.features(order, every, masked=False)
     assert features.num_logprobs == 5
     packed = rows.gather(order, order, every, R)
+    state = SamplerState(R, V)
+    state.update(rows)
     out, _ = jax.jit(sample, static_argnames="features")(
-        logits, packed, None, None, features=features
+        logits, packed, state.arrays, rows.mask_words(None, R), features=features
     )
     check(out.logprobs, logits, np.asarray(out.token_ids), 5)
 

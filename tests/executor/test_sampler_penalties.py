@@ -113,7 +113,7 @@ def test_a_reused_row_forgets_its_former_request():
         np.testing.assert_array_equal(tokens, [6, 6] if params.logit_bias else [5, 5])
 
 
-def test_wide_logit_bias_keeps_the_narrow_ones():
+def test_a_later_admission_keeps_the_biases_of_other_rows():
     rows, state = SamplingRows(2, V), SamplerState(2, V)
     logits, order, both = np.zeros((2, V), np.float32), np.arange(2), np.ones(2, bool)
     rows.set_row(0, SamplingParams(temperature=0, logit_bias={8: 1.0}), np.arange(2), 2)
@@ -132,7 +132,7 @@ def test_no_update_compiles_after_compile_updates():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows, state = SamplingRows(3, V), SamplerState(3, V, everywhere)
-    state.compile_updates(rows)
+    state.compile_updates()
     assert state.arrays is None
     bias = SamplingParams(temperature=0, logit_bias={1: 1.0}, presence_penalty=1)
     wide = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(30), 1.0))
