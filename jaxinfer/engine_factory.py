@@ -86,6 +86,8 @@ def _build_core(args: EngineArgs, reader: CheckpointReader) -> tuple[EngineConfi
     if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _GPU_DRIVERS)):
         # Without a driver, JAX's CUDA plugin crashes the process where it is installed.
         jax.config.update("jax_platforms", "cpu")
+    # JAX takes three quarters of a GPU by default, and `gpu_memory_utilization` is a fraction of what it takes.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
     from jaxinfer.engine.core import EngineCore
     from jaxinfer.executor.build import build_executor

@@ -41,7 +41,7 @@ class MeshExecutor:
         self._guard = CompileGuard()
         mesh = make_mesh(config.parallel.tensor_parallel_size)
         device = mesh.devices.flat[0]
-        free_bytes = kv_cache.device_memory(device)
+        device_bytes, in_use = kv_cache.device_memory(device)
         decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype)
         leaves = load(decoder)
         loaded = time.perf_counter()
@@ -69,14 +69,20 @@ class MeshExecutor:
             for layer in decoder.kv_cache_shapes(1, config.cache.block_size)
             for pages in layer
         )
-        resident = sum(map(_device_bytes, leaves)) + sampler_state_nbytes(
-            limits.max_num_seqs, spec.vocab_size
+        resident = (
+            in_use
+            + sum(map(_device_bytes, leaves))
+            + sampler_state_nbytes(limits.max_num_seqs, spec.vocab_size)
         )
         temp_bytes = 0
         if config.device == "gpu" and _sized_by_utilization(config):
             temp_bytes = _largest_temporaries(programs(config.max_blocks_per_seq + 1))
         self._num_blocks = kv_cache.num_blocks(
-            config, block_bytes, free_bytes, resident_bytes=resident, temp_bytes=temp_bytes
+            config,
+            block_bytes,
+            device_bytes=device_bytes,
+            resident_bytes=resident,
+            temp_bytes=temp_bytes,
         )
         shapes = decoder.kv_cache_shapes(max(self._num_blocks, 1), config.cache.block_size)
         self.runner = ModelRunner(

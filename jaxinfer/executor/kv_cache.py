@@ -16,25 +16,30 @@ CPU_DEFAULT_BYTES = 1 << 30
 """On a CPU the cache shares its memory with everything else that runs there; more is for the user to ask for."""
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes that JAX may use on `device`; on a CPU, what the system has to spare."""
+def device_memory(device: jax.Device) -> tuple[int, int]:
+    """Bytes that JAX may use on `device` (on a CPU, what the system has to spare) and how many of them are in use."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+        return int(stats["bytes_limit"]), int(stats.get("bytes_in_use", 0))
     with open("/proc/meminfo") as meminfo:
         fields = dict(line.split(":", 1) for line in meminfo)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields["MemAvailable"].split()[0]) * 1024, 0
 
 
 def num_blocks(
-    config: EngineConfig, block_bytes: int, free_bytes: int, *, resident_bytes: int, temp_bytes: int
+    config: EngineConfig,
+    block_bytes: int,
+    *,
+    device_bytes: int,
+    resident_bytes: int,
+    temp_bytes: int,
 ) -> int:
     """Blocks of the pool, the padding block 0 included.
 
     Args:
         block_bytes: One block of every layer, on one device.
-        free_bytes: The device's memory before anything was put there.
-        resident_bytes: Weights and other arrays that stay, on one device.
+        device_bytes: What JAX may use on the device; `gpu_memory_utilization` is a fraction of it.
+        resident_bytes: Weights and whatever else stays there, on one device.
         temp_bytes: Temporaries of the largest program, read from XLA.
 
     Never more than all sequences at full length can use. The engine core refuses what is too few for one request.
@@ -45,7 +50,7 @@ def num_blocks(
     useful = config.scheduler.max_num_seqs * config.max_blocks_per_seq + 1
     if cache.kv_cache_memory_bytes is not None:
         return min(cache.kv_cache_memory_bytes // block_bytes, useful)
-    budget = int(free_bytes * cache.gpu_memory_utilization) - resident_bytes - temp_bytes
+    budget = int(device_bytes * cache.gpu_memory_utilization) - resident_bytes - temp_bytes
     if config.device == "cpu":
         one_request = (config.max_blocks_per_seq + 1) * block_bytes
         budget = min(budget, max(CPU_DEFAULT_BYTES, one_request))

@@ -25,7 +25,7 @@ def test_device_memory_less_weights_and_temporaries_is_the_caches():
     blocks = kv_cache.num_blocks(
         config(gpu_memory_utilization=0.5),
         block_bytes=1000,
-        free_bytes=1_000_000,
+        device_bytes=1_000_000,
         resident_bytes=100_000,
         temp_bytes=50_000,
     )
@@ -33,7 +33,7 @@ def test_device_memory_less_weights_and_temporaries_is_the_caches():
 
 
 def test_given_sizes_apply_as_they_are():
-    sizes = dict(block_bytes=1000, free_bytes=10**6, resident_bytes=0, temp_bytes=0)
+    sizes = dict(block_bytes=1000, device_bytes=10**6, resident_bytes=0, temp_bytes=0)
     assert kv_cache.num_blocks(config(num_gpu_blocks_override=77), **sizes) == 77
     assert kv_cache.num_blocks(config(kv_cache_memory_bytes=55_999), **sizes) == 55
 
@@ -42,7 +42,7 @@ def test_never_more_than_all_sequences_can_use():
     blocks = kv_cache.num_blocks(
         config(max_model_len=160, max_num_batched_tokens=1000),
         block_bytes=1,
-        free_bytes=10**9,
+        device_bytes=10**9,
         resident_bytes=0,
         temp_bytes=0,
     )
@@ -51,14 +51,14 @@ def test_never_more_than_all_sequences_can_use():
 
 def test_too_little_memory_is_no_blocks_and_no_negative_number():
     blocks = kv_cache.num_blocks(
-        config(), block_bytes=1000, free_bytes=1000, resident_bytes=5000, temp_bytes=0
+        config(), block_bytes=1000, device_bytes=1000, resident_bytes=5000, temp_bytes=0
     )
     assert blocks == 0
 
 
 def test_cpu_takes_its_default_but_always_one_request():
     big = 1 << 40
-    sizes = dict(free_bytes=big, resident_bytes=0, temp_bytes=0)
+    sizes = dict(device_bytes=big, resident_bytes=0, temp_bytes=0)
     block = 1 << 20
     assert kv_cache.num_blocks(config("cpu"), block_bytes=block, **sizes) == 1024
     block = 1 << 26
