@@ -229,6 +229,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
 
     llm = AsyncLLM.from_engine(story_engine(interrupting, max_model_len=4000, num_blocks=3000)[0])
     params = SamplingParams(max_tokens=None, output_kind=1)
+    # A shell's background jobs start with the signal ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/clear\nagain\n"))
     try:
         with ChatSession(llm, params, None) as session:
@@ -242,6 +244,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
             session.answer = answer
             session.run()
     finally:
+        signal.signal(signal.SIGINT, handler)
         llm.shutdown()
     out = capsys.readouterr().out
     assert sent and "[stopped]" in out
