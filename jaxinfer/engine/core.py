@@ -148,11 +148,16 @@ def _text(error: BaseException) -> str:
 
 
 def _check_cache(config: EngineConfig, num_blocks: int) -> None:
-    needed, usable = config.max_blocks_per_seq, num_blocks - 1
+    needed, usable = config.max_blocks_per_seq, max(num_blocks - 1, 0)
     if usable < needed:
+        block_size = config.cache.block_size
+        shorter = (
+            f"Decrease max_model_len to at most {usable * block_size}, or increase"
+            if usable
+            else "Increase"
+        )
         raise ValueError(
             f"The KV cache is too small for one request of max_model_len ({config.model.max_model_len} tokens): it "
-            f"needs {needed} blocks of {config.cache.block_size} tokens, and there are {usable} (and one for padding). "
-            f"Decrease max_model_len to at most {max(usable, 0) * config.cache.block_size}, or increase "
+            f"needs {needed} blocks of {block_size} tokens, and there are {usable} (and one for padding). {shorter} "
             "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
         )
