@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.model_runner import ModelRunner
 from jaxinfer.executor.program_cache import CompileGuard, ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
-from jaxinfer.executor.sampler_state import SamplerState, sampler_state_nbytes
+from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import SamplingRows
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.spec import DecoderSpec
@@ -36,87 +37,46 @@ class MeshExecutor:
     """
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, load: LoadLeaves):
-        start = time.perf_counter()
         use_persistent_cache(config.compilation.cache_dir)
         self._guard = CompileGuard()
-        mesh = make_mesh(config.parallel.tensor_parallel_size)
-        device = mesh.devices.flat[0]
-        device_bytes, in_use = kv_cache.device_memory(device)
-        decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype)
-        leaves = load(decoder)
-        loaded = time.perf_counter()
-
-        limits = config.scheduler
-        ladder = BucketLadder.create(
-            limits.max_num_batched_tokens, limits.max_num_seqs, config.max_blocks_per_seq
-        )
         self._cache = ProgramCache(num_threads=2)
-
-        def programs(num_blocks: int) -> Programs:
-            return Programs(
-                decoder=decoder,
-                ladder=ladder,
-                cache=self._cache,
-                sampler_state=SamplerState(limits.max_num_seqs, spec.vocab_size, replicated(mesh)),
-                num_rows=limits.max_num_seqs,
-                num_blocks=num_blocks,
-                block_size=config.cache.block_size,
-                max_logprobs=config.model.max_logprobs,
-            )
-
-        block_bytes = sum(
-            _device_bytes(pages)
-            for layer in decoder.kv_cache_shapes(1, config.cache.block_size)
-            for pages in layer
-        )
-        resident = (
-            in_use
-            + sum(map(_device_bytes, leaves))
-            + sampler_state_nbytes(limits.max_num_seqs, spec.vocab_size)
-        )
-        temp_bytes = 0
-        if config.device == "gpu" and _sized_by_utilization(config):
-            temp_bytes = _largest_temporaries(programs(config.max_blocks_per_seq + 1))
-        self._num_blocks = kv_cache.num_blocks(
-            config,
-            block_bytes,
-            device_bytes=device_bytes,
-            resident_bytes=resident,
-            temp_bytes=temp_bytes,
-        )
-        shapes = decoder.kv_cache_shapes(max(self._num_blocks, 1), config.cache.block_size)
-        self.runner = ModelRunner(
-            programs=programs(self._num_blocks),
-            leaves=leaves,
-            kv_cache=kv_cache.allocate(shapes),
-            last_tokens=jax.device_put(
-                np.zeros(limits.max_num_seqs + 1, np.int32), replicated(mesh)
-            ),
-            batch=InputBatch(
-                limits.max_num_seqs, config.max_blocks_per_seq, config.cache.block_size, ladder
-            ),
-            sampling_rows=SamplingRows(
-                limits.max_num_seqs,
-                spec.vocab_size,
-                seed=config.model.seed,
-                max_logprobs=config.model.max_logprobs,
-            ),
-        )
+        mesh = make_mesh(config.parallel.tensor_parallel_size)
+        memory = kv_cache.device_memory(mesh.devices.flat[0])
+        decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype)
+        start = time.perf_counter()
+        leaves = load(decoder)
         logger.info(
-            "weights %.2f GiB in %.1f s; KV cache %d blocks of %d tokens (%.2f GiB)",
+            "weights: %.2f GiB per device in %.1f s",
             sum(map(_device_bytes, leaves)) / 2**30,
-            loaded - start,
-            self._num_blocks,
-            config.cache.block_size,
-            self._num_blocks * block_bytes / 2**30,
+            time.perf_counter() - start,
         )
+        ladder = BucketLadder.create(
+            config.scheduler.max_num_batched_tokens,
+            config.scheduler.max_num_seqs,
+            config.max_blocks_per_seq,
+        )
+        programs = Programs(
+            decoder=decoder,
+            ladder=ladder,
+            cache=self._cache,
+            sampler_state=SamplerState(
+                config.scheduler.max_num_seqs, spec.vocab_size, replicated(mesh)
+            ),
+            num_rows=config.scheduler.max_num_seqs,
+            num_blocks=config.max_blocks_per_seq + 1,
+            block_size=config.cache.block_size,
+            max_logprobs=config.model.max_logprobs,
+        )
+        num_blocks = _size_cache(config, programs, leaves, memory)
+        programs = replace(programs, num_blocks=num_blocks)
+        self.runner = _create_runner(config, programs, leaves)
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
 
     @property
     def num_blocks(self) -> int:
-        return self._num_blocks
+        return self.runner.programs.num_blocks
 
     @property
     def num_compilations(self) -> int:
@@ -136,16 +96,66 @@ class MeshExecutor:
         self._cache.shutdown()
 
 
+def _size_cache(
+    config: EngineConfig, programs: Programs, leaves: list[jax.Array], memory: tuple[int, int]
+) -> int:
+    """Number of blocks, given the device's memory (limit, in use) before the leaves were loaded."""
+    device_bytes, in_use = memory
+    block_size, state = config.cache.block_size, programs.sampler_state
+    block_bytes = sum(
+        _device_bytes(pages)
+        for layer in programs.decoder.kv_cache_shapes(1, block_size)
+        for pages in layer
+    )
+    sized_by_memory = (
+        config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None
+    )
+    temp_bytes = 0
+    if config.device == "gpu" and sized_by_memory:
+        temp_bytes = _largest_temporaries(programs)
+    num_blocks = kv_cache.num_blocks(
+        config,
+        block_bytes,
+        device_bytes=device_bytes,
+        resident_bytes=in_use + sum(map(_device_bytes, leaves)) + state.nbytes,
+        temp_bytes=temp_bytes,
+    )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB per device",
+        num_blocks,
+        block_size,
+        num_blocks * block_bytes / 2**30,
+    )
+    return num_blocks
+
+
+def _create_runner(
+    config: EngineConfig, programs: Programs, leaves: list[jax.Array]
+) -> ModelRunner:
+    num_rows, block_size = programs.num_rows, programs.block_size
+    # Too few blocks are the engine core's to refuse: it knows what a request needs.
+    shapes = programs.decoder.kv_cache_shapes(max(programs.num_blocks, 1), block_size)
+    return ModelRunner(
+        programs=programs,
+        leaves=leaves,
+        kv_cache=kv_cache.allocate(shapes),
+        last_tokens=jax.device_put(
+            np.zeros(num_rows + 1, np.int32), replicated(programs.decoder.mesh)
+        ),
+        batch=InputBatch(num_rows, config.max_blocks_per_seq, block_size, programs.ladder),
+        sampling_rows=SamplingRows(
+            num_rows,
+            programs.decoder.spec.vocab_size,
+            seed=config.model.seed,
+            max_logprobs=config.model.max_logprobs,
+        ),
+    )
+
+
 def _device_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of `array` on one of its devices."""
     shape = array.sharding.shard_shape(array.shape)
     return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize
-
-
-def _sized_by_utilization(config: EngineConfig) -> bool:
-    return config.cache.num_gpu_blocks_override is None and (
-        config.cache.kv_cache_memory_bytes is None
-    )
 
 
 def _largest_temporaries(programs: Programs) -> int:

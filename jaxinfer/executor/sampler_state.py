@@ -13,11 +13,6 @@ from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.sampling_rows import SamplingRows
 
 
-def sampler_state_nbytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes of the state on each device once it is allocated."""
-    return max_num_seqs * (vocab_size * 2 + MAX_LOGIT_BIAS * 8)
-
-
 class SamplerState:
     """Owner of the `SamplerArrays`.
 
@@ -31,6 +26,12 @@ class SamplerState:
         self.arrays: SamplerArrays | None = None
         self._shape = (max_num_seqs, vocab_size)
         self._sharding = sharding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on each device once the state is allocated."""
+        S, V = self._shape
+        return S * (V * 2 + MAX_LOGIT_BIAS * 8)
 
     def abstract(self) -> SamplerArrays:
         """Shapes of the state, for compilation ahead of time."""
