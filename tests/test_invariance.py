@@ -29,9 +29,6 @@ def sampling(seeded: bool, i: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-KINDS = pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[bool, list[list[int]]]:
     """Each request by itself, one engine, one after the other."""
@@ -45,39 +42,34 @@ def alone() -> dict[bool, list[list[int]]]:
         }
 
 
-def together(seeded: bool, **args) -> list[list[int]]:
+@pytest.mark.parametrize(
+    "args",
+    [
+        dict(max_num_batched_tokens=32, long_prefill_token_threshold=8),
+        dict(max_num_batched_tokens=64, long_prefill_token_threshold=64),
+        dict(max_num_batched_tokens=512, long_prefill_token_threshold=512),
+        dict(async_scheduling=False),
+        dict(tensor_parallel_size=2),
+        dict(tensor_parallel_size=4),
+    ],
+    ids=["chunks of 8", "chunks of 64", "chunks of 512", "no overlap", "2 devices", "4 devices"],
+)
+def test_in_a_batch_of_32(alone, args):
     with tiny_core(**args) as core:
-        params = [sampling(seeded, i) for i in range(NUM_REQUESTS)]
-        return [out.token_ids for out in run(core, prompts(), params)]
+        for seeded in (False, True):
+            params = [sampling(seeded, i) for i in range(NUM_REQUESTS)]
+            assert [out.token_ids for out in run(core, prompts(), params)] == alone[seeded]
 
 
-@KINDS
-@pytest.mark.parametrize("chunk", [8, 64, 512])
-def test_batch_of_32_with_any_chunk_size(alone, seeded, chunk):
-    args = dict(max_num_batched_tokens=max(chunk, 32), long_prefill_token_threshold=chunk)
-    assert together(seeded, **args) == alone[seeded]
-
-
-@KINDS
-def test_without_overlap(alone, seeded):
-    assert together(seeded, async_scheduling=False) == alone[seeded]
-
-
-@KINDS
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_after_preemption_with_blocks_for_two_of_eight(alone, seeded, overlap):
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_after_preemption_with_blocks_for_two_of_eight(alone, overlap):
     with tiny_core(num_gpu_blocks_override=1 + 2 * 24, async_scheduling=overlap) as core:
-        params = [sampling(seeded, i) for i in range(8)]
-        stats: list[SchedulerStats] = []
-        outs = run(core, prompts()[:8], params, stats=stats)
-    assert sum(s.num_preemptions for s in stats) > 0
-    assert [out.token_ids for out in outs] == alone[seeded][:8]
-
-
-@KINDS
-@pytest.mark.parametrize("tensor_parallel_size", [2, 4])
-def test_on_a_mesh(alone, seeded, tensor_parallel_size):
-    assert together(seeded, tensor_parallel_size=tensor_parallel_size) == alone[seeded]
+        for seeded in (False, True):
+            params = [sampling(seeded, i) for i in range(8)]
+            stats: list[SchedulerStats] = []
+            outs = run(core, prompts()[:8], params, stats=stats)
+            assert sum(s.num_preemptions for s in stats) > 0
+            assert [out.token_ids for out in outs] == alone[seeded][:8]
 
 
 def test_nothing_compiles_after_a_full_warm_up():
