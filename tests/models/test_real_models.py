@@ -3,9 +3,11 @@ for twenty prompts at once."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,8 @@ TEXTS = [
     "Dear Sir or Madam,\n\nI am writing to complain about the",
     "Q: What is the largest planet of the solar system?\nA:",
     "To be, or not to be, that is the question: Whether 'tis nobler in the mind to suffer The slings and arrows of "
-    "outrageous fortune, Or to take arms against a sea of troubles And by opposing end them. To die: to sleep; No more",
+    "outrageous fortune, Or to take arms against a sea of troubles And by opposing end them. To die: to sleep; No more; "
+    "and by a sleep to say we end the heart-ache",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     'import json\n\nwith open("data.json") as file:\n    data = json.load(file)\n\nfor item in data:\n',
     "SELECT name, COUNT(*) FROM orders WHERE total > 100 GROUP BY",
@@ -60,9 +63,11 @@ class Oracle:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        # transformers reads the file's header several times, which takes 8 s each for a large vocabulary.
+        with patch("gguf.GGUFReader", cache(gguf.GGUFReader)):
+            self._model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> np.ndarray:
@@ -96,7 +101,7 @@ class Oracle:
         return first, np.stack(tokens, 1), np.stack(gaps, 1)
 
 
-oracle_of = cache(Oracle)
+oracle_of = lru_cache(maxsize=1)(Oracle)
 
 
 def paged_runner(path: Path, tensor_parallel_size: int) -> PagedRunner:
@@ -106,6 +111,15 @@ def paged_runner(path: Path, tensor_parallel_size: int) -> PagedRunner:
     by_path = load_leaves(reader, description.checkpoint_plan(decoder.dims), decoder.leaves)
     leaves = [by_path[p] for p in decoder.leaves]
     return PagedRunner(decoder, leaves, page_size=16, budget=64, num_rows=len(TEXTS))
+
+
+@pytest.mark.real
+def test_logits_on_two_devices(smollm2_gguf: Path) -> None:
+    prompts = prompts_of(smollm2_gguf)[:8]
+    _, logits = paged_runner(smollm2_gguf, tensor_parallel_size=2).greedy(prompts, num_new_tokens=4)
+    for prompt, of_prompt in zip(prompts, logits, strict=True):
+        expected = oracle_of(smollm2_gguf).logits(prompt)
+        np.testing.assert_allclose(of_prompt[: len(prompt)], expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.real
@@ -135,12 +149,3 @@ def test_logits_and_64_greedy_tokens_of_20_prompts(
         differ = np.flatnonzero(found[i] != expected[i])
         if differ.size:
             assert gaps[i, differ[0]] < TIE, (TEXTS[i], len(prompt), differ[0])
-
-
-@pytest.mark.real
-def test_logits_on_two_devices(smollm2_gguf: Path) -> None:
-    prompts = prompts_of(smollm2_gguf)[:8]
-    _, logits = paged_runner(smollm2_gguf, tensor_parallel_size=2).greedy(prompts, num_new_tokens=4)
-    for prompt, of_prompt in zip(prompts, logits, strict=True):
-        expected = oracle_of(smollm2_gguf).logits(prompt)
-        np.testing.assert_allclose(of_prompt[: len(prompt)], expected, rtol=0, atol=1e-3)
