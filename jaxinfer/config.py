@@ -11,10 +11,12 @@ from typing import Any, Literal, Protocol
 
 Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+PrefixCachingHashAlgo = Literal["sha256", "xxhash"]
 WarmupPolicy = Literal["all", "lazy"]
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_OVERTAKES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +45,30 @@ class LoadConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache. Exactly one of the three sizes applies, the first that is set: a number of blocks, a number
-    of bytes, a fraction of the device's memory."""
+    of bytes, a fraction of the device's memory. With `enable_prefix_caching`, requests share the blocks of equal
+    beginnings, known by their hashes."""
 
     block_size: int
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one step. `long_prefill_token_threshold` caps a prefill chunk when > 0; the budget
-    `max_num_batched_tokens` always does."""
+    `max_num_batched_tokens` always does. With `cache_aware`, waiting requests of equal priority are admitted by the
+    length of their cached prefix, each of them overtaken at most `max_overtakes` times."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
+    cache_aware: bool = False
+    max_overtakes: int = MAX_OVERTAKES
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +140,14 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     long_prefill_token_threshold: int = 0
     scheduling_policy: SchedulingPolicy = "fcfs"
+    cache_aware_scheduling: bool = False
+    max_cache_overtakes: int = MAX_OVERTAKES
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
@@ -151,7 +163,7 @@ class EngineArgs:
             at_least(name, 1)
         for name in ("max_num_batched_tokens", "kv_cache_memory_bytes", "tensor_parallel_size"):
             at_least(name, 1)
-        for name in ("long_prefill_token_threshold", "max_logprobs", "seed"):
+        for name in ("long_prefill_token_threshold", "max_cache_overtakes", "max_logprobs", "seed"):
             at_least(name, 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
@@ -161,6 +173,7 @@ class EngineArgs:
             ("dtype", tuple(_DTYPES)),
             ("load_format", ("auto", "safetensors", "gguf", "orbax", "dummy")),
             ("scheduling_policy", ("fcfs", "priority")),
+            ("prefix_caching_hash_algo", ("sha256", "xxhash")),
             ("warmup", ("all", "lazy")),
         ):
             if getattr(self, name) not in known:
@@ -184,6 +197,8 @@ class EngineArgs:
             raise ValueError(
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})."
             )
+        if self.cache_aware_scheduling and not self.enable_prefix_caching:
+            raise ValueError("cache_aware_scheduling needs enable_prefix_caching, got False.")
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -201,6 +216,8 @@ class EngineArgs:
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                enable_prefix_caching=self.enable_prefix_caching,
+                prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -208,6 +225,8 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
+                cache_aware=self.cache_aware_scheduling,
+                max_overtakes=self.max_cache_overtakes,
             ),
             parallel=ParallelConfig(self.tensor_parallel_size),
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),

@@ -59,6 +59,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         logit_bias: Added to the logits of these token ids, clamped to [-100, 100].
         allowed_token_ids: Only these may be sampled.
         bad_words: Words whose token sequences are never completed.
+        skip_reading_prefix_cache: Compute the whole prompt, whatever of it is cached. Default (None): only where
+            `prompt_logprobs` makes that necessary.
     """
 
     n: int = 1
@@ -87,6 +89,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     bad_words: list[str] | None = None
     bad_words_token_ids: list[list[int]] | None = None
     """Set by the frontend from `bad_words`: every way each word is tokenized."""
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_N)
@@ -113,6 +116,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        skip_reading = self.skip_reading_prefix_cache
+        if skip_reading is not None and not isinstance(skip_reading, bool):
+            raise ValueError(
+                f"skip_reading_prefix_cache must be True, False or None, got {skip_reading!r}."
+            )
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:

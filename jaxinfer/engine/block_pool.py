@@ -1,8 +1,11 @@
-"""The fixed pool of KV-cache blocks: who is free, in which order they are handed out, how often each is used."""
+"""The fixed pool of KV-cache blocks: who is free, in which order they are handed out, how often each is used, and
+which of them hold something that can be found again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from jaxinfer.engine.block_hash import BlockKey
 
 PADDING_BLOCK = 0
 """Never handed out: padding tokens write to it."""
@@ -16,6 +19,9 @@ class BlockPool:
 
     A block is in the queue exactly when its reference count is 0. The links are two lists indexed by block, so that
     taking a block out of the middle of the queue costs the same as from its head.
+
+    A block may be registered under the key of what it holds. It can be found by it, free or not, until it is handed
+    out anew.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,6 +34,8 @@ class BlockPool:
         self._ref_count = [0] * num_blocks
         self._next = [*range(1, num_blocks), _HEAD]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._key_of: list[BlockKey | None] = [None] * num_blocks
+        self._block_of: dict[BlockKey, int] = {}
 
     @property
     def usage(self) -> float:
@@ -45,11 +53,15 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"{count} KV-cache blocks wanted, {self.num_free} are free.")
         blocks = []
-        following, ref_count = self._next, self._ref_count
+        following, ref_count, key_of = self._next, self._ref_count, self._key_of
         block = following[_HEAD]
         for _ in range(count):
             blocks.append(block)
             ref_count[block] = 1
+            key = key_of[block]
+            if key is not None:
+                key_of[block] = None
+                del self._block_of[key]
             block = following[block]
         following[_HEAD] = block
         self._previous[block] = _HEAD
@@ -90,6 +102,32 @@ class BlockPool:
             following[tail] = _HEAD
             previous[_HEAD] = tail
             self.num_free += freed
+
+    def register(self, block: int, key: BlockKey) -> None:
+        """Let a held block be found by `key`. Where another block is found by it already, that one stays."""
+        if self._block_of.setdefault(key, block) == block:
+            self._key_of[block] = key
+
+    def find(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The blocks registered under `keys`, up to the first key that has none. They are not taken: see `share`."""
+        blocks = []
+        block_of = self._block_of
+        for key in keys:
+            block = block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_held(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` somebody holds."""
+        ref_count = self._ref_count
+        return sum(ref_count[block] > 0 for block in blocks)
+
+    def forget(self) -> None:
+        """No block is found any more under the key that it had."""
+        self._block_of.clear()
+        self._key_of = [None] * self.num_blocks
 
     def free_queue(self) -> list[int]:
         """The free blocks in the order in which they will be handed out."""

@@ -18,6 +18,7 @@ from jaxinfer.engine.messages import (
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
+    ResetPrefixCache,
 )
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ class EngineCoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests, wherever they are; ids that are unknown or finished are ignored. Nothing more is reported
         of them, but outputs that are already under way may still name them."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Requests added from now on read nothing from the prefix cache that was computed before."""
         ...
 
     def has_unfinished(self) -> bool:
@@ -56,6 +61,9 @@ class InprocClient:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._core.abort_requests(request_ids)
+
+    def reset_prefix_cache(self) -> None:
+        self._core.reset_prefix_cache()
 
     def get_output(self) -> EngineCoreOutputs:
         """Run a step and return what came of it: nothing where a step has only been launched so far. A step that
@@ -80,7 +88,9 @@ class ThreadClient:
     def __init__(self, core: EngineCore, on_outputs: Callable[[EngineCoreOutputs], None]) -> None:
         self._core = core
         self._on_outputs = on_outputs
-        self._inbox: SimpleQueue[EngineCoreRequest | list[str] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[EngineCoreRequest | list[str] | ResetPrefixCache | None] = (
+            SimpleQueue()
+        )
         self._unfinished: set[str] = set()
         self._lock = threading.Lock()
         self._dead: BaseException | None = None
@@ -103,6 +113,9 @@ class ThreadClient:
             self._unfinished.difference_update(known)
             if known:
                 self._inbox.put(known)
+
+    def reset_prefix_cache(self) -> None:
+        self._inbox.put(ResetPrefixCache())
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
@@ -134,6 +147,8 @@ class ThreadClient:
                 return False
             if isinstance(message, list):
                 self._core.abort_requests(message)
+            elif isinstance(message, ResetPrefixCache):
+                self._core.reset_prefix_cache()
             else:
                 self._core.add_request(message)
 

@@ -61,6 +61,10 @@ class EngineCore:
         requests = self.scheduler.requests
         self.scheduler.finish([requests[i] for i in request_ids if i in requests])
 
+    def reset_prefix_cache(self) -> None:
+        """Requests that are admitted from now on read nothing from the prefix cache that was computed before."""
+        self.scheduler.prefix_cache.reset()
+
     def has_unfinished(self) -> bool:
         """Whether a step would report anything."""
         return bool(self.scheduler.requests or self._failed)

@@ -31,7 +31,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     `eos_token_ids` end the request with reason "stop" (empty when the request ignores them);
     `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
-    frontend's business: it aborts the request here when one appears.
+    frontend's business: it aborts the request here when one appears. Only requests of the same `cache_salt` share
+    cached prefixes.
     """
 
     request_id: str
@@ -40,6 +41,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     arrival_time: float
     eos_token_ids: list[int] = []
     priority: int = 0
+    cache_salt: str | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
+    """Requests that come after this read nothing from the prefix cache that was computed before it."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -61,11 +67,13 @@ class FinishedRequest(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
 
 
-class RequestTimes(msgspec.Struct, array_like=True):
-    """When the core first admitted a request to a step (`time.monotonic` seconds)."""
+class Admission(msgspec.Struct, array_like=True):
+    """When the core first admitted a request to a step (`time.monotonic` seconds), and how many tokens of its prompt
+    were in the prefix cache."""
 
     request_id: str
     scheduled: float
+    num_cached_tokens: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):
@@ -83,7 +91,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     finished: list[FinishedRequest] = []
-    first_scheduled: list[RequestTimes] = []
+    first_scheduled: list[Admission] = []
     timestamp: float = 0.0
     stats: SchedulerStats | None = None
 

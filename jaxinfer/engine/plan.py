@@ -45,7 +45,13 @@ class StepPlan:
     `num_computed[r]` tokens of the row are already in the KV cache; this step computes the `num_scheduled[r]` after
     them. `samples[r]`: the step reaches the row's last token, so a new one is sampled. `block_*` are the U new
     entries of the block tables: entry `block_cols[u]` of row `block_rows[u]` becomes `block_ids[u]`. Admissions
-    apply before block entries. `rows` is the same array object as the step before's where the batch hasn't changed.
+    apply before block entries.
+
+    A row may be admitted with `num_computed` > 0: these tokens lie in full blocks that an earlier row filled, or that
+    another row of this very step fills. So in each layer, all keys and values of the step are written before any of
+    its rows reads. Such blocks are only read; what a row computes goes to blocks that it has for itself.
+
+    `rows` is the same array object as the step before's where the batch hasn't changed.
     """
 
     admitted: list[AdmittedRow]

@@ -7,6 +7,7 @@ import enum
 import numpy as np
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.engine.plan import Int32, Words
 
@@ -24,7 +25,10 @@ class Request:
     """While it runs, a request's numbers live in the row table; here is what lasts longer than its row.
 
     `output_token_ids` is current except while the request runs. `num_in_flight` counts the tokens that were being
-    sampled when it was preempted. `max_total_tokens` bounds prompt and output together.
+    sampled when it was preempted. `max_total_tokens` bounds prompt and output together. `block_keys` are the keys of
+    its first full blocks, as many as somebody has asked for; `num_cached_tokens` were found in the cache when it was
+    last admitted. `num_overtaken` counts the requests that were admitted
+    before it though they stood behind it.
     """
 
     __slots__ = (
@@ -32,15 +36,20 @@ class Request:
         "arrival_index",
         "arrival_time",
         "bad_sequences",
+        "block_keys",
+        "cache_salt",
         "eos_token_ids",
         "max_total_tokens",
         "min_tokens",
+        "num_cached_tokens",
         "num_in_flight",
+        "num_overtaken",
         "num_preemptions",
         "num_prompt_logprobs_sent",
         "output_token_ids",
         "priority",
         "prompt_token_ids",
+        "reads_prefix_cache",
         "request_id",
         "row",
         "sampling_params",
@@ -57,6 +66,11 @@ class Request:
         self.priority = message.priority
         self.arrival_time = message.arrival_time
         self.arrival_index = arrival_index
+        self.cache_salt = message.cache_salt
+        # Logprobs of the prompt come from computing it.
+        self.reads_prefix_cache = not params.skip_reading_prefix_cache and (
+            params.prompt_logprobs is None
+        )
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
@@ -67,7 +81,10 @@ class Request:
         self.state = RequestState.WAITING
         self.row = NO_ROW
         self.output_token_ids: Int32 = np.empty(0, np.int32)
+        self.block_keys: list[BlockKey] = []
+        self.num_cached_tokens = 0
         self.num_in_flight = 0
+        self.num_overtaken = 0
         self.num_preemptions = 0
         self.num_prompt_logprobs_sent = 0
         self.allowed_words: Words | None = None

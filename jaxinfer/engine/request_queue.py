@@ -17,7 +17,7 @@ class RequestQueue(Protocol):
         ...
 
     def put_back(self, request: Request) -> None:
-        """Add a request that was preempted."""
+        """Add a request that was taken out or preempted, at the place that it had."""
         ...
 
     def peek(self) -> Request:
@@ -40,7 +40,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSQueue:
-    """In the order of arrival. A preempted request arrived before all that still wait: it goes to the front."""
+    """In the order of arrival."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -49,7 +49,13 @@ class FCFSQueue:
         self._requests.append(request)
 
     def put_back(self, request: Request) -> None:
-        self._requests.appendleft(request)
+        # Nearly always the front: who was preempted or taken out came before most of those that wait.
+        index = 0
+        for other in self._requests:
+            if other.arrival_index > request.arrival_index:
+                break
+            index += 1
+        self._requests.insert(index, request)
 
     def peek(self) -> Request:
         return self._requests[0]
@@ -61,8 +67,7 @@ class FCFSQueue:
         self._requests = deque(r for r in self._requests if r not in requests)
 
     def victim(self, running: list[Request]) -> Request:
-        # Admissions happen in the order of arrival, so the last one arrived last.
-        return running[-1]
+        return max(running, key=lambda request: request.arrival_index)
 
     def __len__(self) -> int:
         return len(self._requests)

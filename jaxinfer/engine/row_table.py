@@ -45,8 +45,8 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def admit(self, request: Request) -> int:
-        """Give the request a row. Nothing of it is computed yet."""
+    def admit(self, request: Request, num_computed: int = 0) -> int:
+        """Give the request a row. `num_computed` of its tokens were found in the cache."""
         row = self._free.pop()
         output = request.output_token_ids
         self.requests[row] = request
@@ -54,7 +54,7 @@ class RowTable:
         self.num_prompt[row] = len(request.prompt_token_ids)
         self.num_output[row] = len(output)
         self.num_tokens[row] = request.num_known_tokens
-        self.num_computed[row] = 0
+        self.num_computed[row] = num_computed
         self.max_total[row] = request.max_total_tokens
         self.min_tokens[row] = request.min_tokens
         self.always_masked[row] = masked = request.always_masked
@@ -88,6 +88,16 @@ class RowTable:
         lengths += 1
         self.num_output[rows] = lengths
         return lengths
+
+    def token_ids(self, row: int, start: int, stop: int) -> Int32:
+        """The known tokens at positions [start, stop) of prompt and output."""
+        request = self.requests[row]
+        assert request is not None
+        num_prompt = len(request.prompt_token_ids)
+        output = self._outputs[row, max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
+        if start >= num_prompt:
+            return output
+        return np.concatenate([request.prompt_token_ids[start:stop], output])
 
     def output_token_ids(self, row: int) -> Int32:
         """The output that has been read so far, as a view."""

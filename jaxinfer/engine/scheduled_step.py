@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jaxinfer.engine.messages import RequestTimes
+from jaxinfer.engine.messages import Admission
 from jaxinfer.engine.plan import Bool, Int32, StepPlan
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
@@ -53,4 +53,4 @@ class ScheduledStep:
     plan: StepPlan
     batch: Batch
     all_sample: bool
-    first_scheduled: list[RequestTimes]
+    first_scheduled: list[Admission]

@@ -9,18 +9,17 @@ are preempted or asked for something special.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.kv_cache_manager import KVCacheManager
-from jaxinfer.engine.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    RequestTimes,
-)
+from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, QueueOrder
+from jaxinfer.engine.block_hash import BlockKey
+from jaxinfer.engine.kv_cache_manager import KVCacheManager, TableEntries
+from jaxinfer.engine.messages import Admission, EngineCoreOutputs, EngineCoreRequest
 from jaxinfer.engine.plan import AdmittedRow, Int32, StepPlan, StepResult
+from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.request_queue import create_request_queue
 from jaxinfer.engine.row_table import RowTable
@@ -41,6 +40,7 @@ class Scheduler:
         self.kv = KVCacheManager(
             num_blocks, config.cache.block_size, num_rows, config.max_blocks_per_seq
         )
+        self.prefix_cache = PrefixCache(config.cache, self.kv, self.table)
         self.waiting = create_request_queue(config.scheduler.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -61,9 +61,7 @@ class Scheduler:
         waiting = {r for r in ended if r.state is not RequestState.RUNNING}
         if waiting:
             self.waiting.remove(waiting)
-        for request in ended - waiting:
-            self.kv.free(request.row)
-            self.table.release(request)
+        self._release(ended - waiting)
         for request in ended:
             request.state = RequestState.FINISHED
             del self.requests[request.request_id]
@@ -74,20 +72,24 @@ class Scheduler:
         """Plan the next step; None when there is nothing to compute (until results in flight come back)."""
         preemptions_before = self._num_preemptions
         counts, missing = self._fit_running()
+        rows = self._batch().rows
+        entries = [self.kv.grow(rows, missing)]
+        # Before anybody is admitted: newcomers may share what the running requests compute in this step.
+        self.prefix_cache.register(rows, self.table.num_computed[rows] + counts)
         admitted: list[Request] = []
         if len(self.waiting) and self._num_preemptions == preemptions_before:
-            admitted, counts, missing = self._admit(counts, missing)
+            admitted, counts = self._admit(counts, entries)
         batch = self._batch()
         if not counts.all():
             index = np.flatnonzero(counts)
-            batch, counts, missing = batch.take(index), counts[index], missing[index]
+            batch, counts = batch.take(index), counts[index]
         if not counts.size:
             return None
         if counts.max() > 1:
             # Rows with one token first: the device may treat them as decodes.
             index = np.argsort(counts != 1, kind="stable")
-            batch, counts, missing = batch.take(index), counts[index], missing[index]
-        return self._plan(batch, counts, missing, admitted)
+            batch, counts = batch.take(index), counts[index]
+        return self._plan(batch, counts, TableEntries.join(entries), admitted)
 
     def update(self, step: ScheduledStep, result: StepResult) -> EngineCoreOutputs:
         """Append the step's tokens and end the requests that they complete."""
@@ -100,8 +102,11 @@ class Scheduler:
             kv_cache_usage=self.kv.pool.usage,
             num_scheduled_tokens=step.plan.num_tokens,
             num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self.prefix_cache.num_queries,
+            prefix_cache_hits=self.prefix_cache.num_hits,
         )
         self._num_preemptions = 0
+        self.prefix_cache.num_queries = self.prefix_cache.num_hits = 0
         return update.outputs
 
     def _batch(self) -> Batch:
@@ -147,9 +152,8 @@ class Scheduler:
         return counts
 
     def _preempt(self, request: Request) -> int:
-        """Send a running request back to the queue, to be computed anew. Returns the number of blocks it held."""
-        freed = self.kv.free(request.row)
-        self.table.release(request)
+        """Send a running request back to the queue, to be computed anew. Returns the number of blocks that became free."""
+        freed = self._release([request])
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self._num_preemptions += 1
@@ -157,42 +161,78 @@ class Scheduler:
         self._keep_running()
         return freed
 
-    def _admit(self, counts: Int32, missing: Int32) -> tuple[list[Request], Int32, Int32]:
-        """Let waiting requests run as long as rows, budget and blocks last; `counts` and `missing` grow by theirs.
+    def _release(self, requests: Collection[Request]) -> int:
+        """Take rows and blocks away, once what is known of their tokens by now is cached. Returns the number of
+        blocks that became free."""
+        rows = np.array([r.row for r in requests], np.int32)
+        self.prefix_cache.register(rows, self.table.num_computed[rows])
+        num_free = self.kv.pool.num_free
+        for request in requests:
+            self.kv.free(request.row)
+            self.table.release(request)
+        return self.kv.pool.num_free - num_free
+
+    def _admit(self, counts: Int32, entries: list[TableEntries]) -> tuple[list[Request], Int32]:
+        """Let waiting requests run as long as rows, budget and blocks last; `counts` and `entries` grow by theirs.
 
         A request enters only when the blocks for all its known tokens are free beyond what running requests need for
-        theirs, or chunks of several long prompts would fill the cache and preempt one another.
+        theirs, or chunks of several long prompts would fill the cache and preempt one another. One whose next block
+        another request is about to compute lets those behind it pass until it can share that block.
         """
-        table, kv, config = self.table, self.kv, self._config
+        table, kv, cache, config = self.table, self.kv, self.prefix_cache, self._config
         budget = config.max_num_batched_tokens - int(counts.sum())
-        rows = self._batch().rows
-        reserved = np.maximum(kv.missing(rows, table.num_tokens[rows]), 0)
-        free_blocks = kv.pool.num_free - int(reserved.sum())
         admitted: list[Request] = []
+        if budget <= 0 or not table.num_free:
+            return admitted, counts
+        batch = self._batch()
+        reserved = np.maximum(kv.missing(batch.rows, table.num_tokens[batch.rows]), 0)
+        free_blocks = kv.pool.num_free - int(reserved.sum())
+        unfinished = table.num_computed[batch.rows] + counts < table.num_tokens[batch.rows]
+        coming: set[BlockKey] = set()
+        for i in np.flatnonzero(unfinished).tolist():
+            coming.update(cache.coming(batch.requests[i]))
+        order = self._admission_order()
         new_counts = []
-        while len(self.waiting) and budget > 0 and table.num_free:
-            request = self.waiting.peek()
-            num_tokens = request.num_known_tokens
-            free_blocks -= -(-num_tokens // kv.block_size)
-            if free_blocks < 0 or request.num_in_flight:
+        while budget > 0 and table.num_free and (request := order.next()) is not None:
+            if request.num_in_flight:
                 break
-            self.waiting.pop()
-            count = min(num_tokens, budget, config.long_prefill_token_threshold or num_tokens)
+            found = cache.find(request)
+            if cache.waits_for(request, len(found), coming):
+                continue
+            num_tokens = request.num_known_tokens
+            free_blocks -= -(-num_tokens // kv.block_size) - kv.pool.num_held(found)
+            if free_blocks < 0:
+                break
+            order.take(request)
+            request.num_cached_tokens = num_cached = len(found) * kv.block_size
+            count = num_tokens - num_cached
+            count = min(count, budget, config.long_prefill_token_threshold or count)
             budget -= count
-            table.admit(request)
+            row = table.admit(request, num_cached)
+            entries.append(kv.start(row, found, num_cached + count))
+            cache.admit(request, len(found), num_cached + count)
+            coming.update(cache.coming(request))
             request.state = RequestState.RUNNING
             admitted.append(request)
             new_counts.append(count)
+        order.close()
         if admitted:
             self.running += admitted
             self._running_batch = None
-            new = np.array(new_counts, np.int32)
-            counts = np.concatenate([counts, new])
-            missing = np.concatenate([missing, kv.blocks_for(new)])
-        return admitted, counts, missing
+            counts = np.concatenate([counts, np.array(new_counts, np.int32)])
+        return admitted, counts
+
+    def _admission_order(self) -> AdmissionOrder:
+        if not self._config.cache_aware or len(self.waiting) == 1:
+            return QueueOrder(self.waiting)
+        return CacheAwareOrder(
+            self.waiting,
+            lambda request: len(self.prefix_cache.find(request)),
+            self._config.max_overtakes,
+        )
 
     def _plan(
-        self, batch: Batch, counts: Int32, missing: Int32, admitted: list[Request]
+        self, batch: Batch, counts: Int32, entries: TableEntries, admitted: list[Request]
     ) -> ScheduledStep:
         table, rows = self.table, batch.rows
         computed = table.num_computed[rows]
@@ -201,7 +241,6 @@ class Scheduler:
         samples = ends == num_tokens
         table.num_computed[rows] = ends
         table.num_tokens[rows] = num_tokens + samples
-        block_rows, block_cols, block_ids = self.kv.grow(rows, missing)
         plan = StepPlan(
             admitted=[
                 AdmittedRow(r.row, r.known_token_ids, len(r.prompt_token_ids), r.sampling_params)
@@ -211,9 +250,9 @@ class Scheduler:
             num_scheduled=counts,
             num_computed=computed,
             samples=samples,
-            block_rows=block_rows,
-            block_cols=block_cols,
-            block_ids=block_ids,
+            block_rows=entries.rows,
+            block_cols=entries.cols,
+            block_ids=entries.blocks,
         )
         now = time.monotonic() if admitted else 0.0
         return ScheduledStep(
@@ -221,6 +260,8 @@ class Scheduler:
             batch=batch,
             all_sample=bool(samples.all()),
             first_scheduled=[
-                RequestTimes(r.request_id, now) for r in admitted if not r.num_preemptions
+                Admission(r.request_id, now, r.num_cached_tokens)
+                for r in admitted
+                if not r.num_preemptions
             ],
         )

@@ -1,5 +1,6 @@
-"""A device that costs nothing and trusts nobody: the next token is a hash of what the KV cache holds for the row, and
-every plan is checked against what the executor may rely on. And the oracle: the same tokens, one request at a time."""
+"""A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it, as keys and
+values depend on all of them, and every plan is checked against what the executor may rely on. And the oracle: the same
+tokens, one request at a time."""
 
 from __future__ import annotations
 
@@ -44,12 +45,28 @@ def make_config(
     overlap: bool = True,
     max_model_len: int = MAX_MODEL_LEN,
     block_size: int = BLOCK_SIZE,
+    prefix_caching: bool = True,
+    hash_algo: str = "sha256",
+    cache_aware: bool = False,
+    max_overtakes: int = 64,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
         load=LoadConfig(),
-        cache=CacheConfig(block_size),
-        scheduler=SchedulerConfig(budget, max_num_seqs, threshold, policy, overlap),  # type: ignore[arg-type]
+        cache=CacheConfig(
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            prefix_caching_hash_algo=hash_algo,  # type: ignore[arg-type]
+        ),
+        scheduler=SchedulerConfig(
+            budget,
+            max_num_seqs,
+            threshold,
+            policy,  # type: ignore[arg-type]
+            overlap,
+            cache_aware,
+            max_overtakes,
+        ),
         parallel=ParallelConfig(),
         compilation=CompilationConfig(),
         device="cpu",
@@ -63,6 +80,7 @@ def make_request(
     eos: Sequence[int] = (),
     priority: int = 0,
     arrival_time: float = 0.0,
+    salt: str | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """`prompt` as a number: that many tokens, others for every request id."""
@@ -76,15 +94,25 @@ def make_request(
         arrival_time,
         list(eos),
         priority,
+        salt,
     )
 
 
 @dataclass
 class DeviceRow:
-    tokens: list[int]
+    """`prefixes[i]` is the hash of `tokens[: i + 1]`. The first `shared` blocks are not the row's to write."""
+
     generation: int
+    tokens: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    computed: int = 0
+    computed: int | None = None
+    shared: int = 0
+
+    def append(self, token: int) -> None:
+        before = self.prefixes[-1] if self.prefixes else 0
+        self.tokens.append(token)
+        self.prefixes.append(zlib.crc32(token.to_bytes(4, "little"), before))
 
 
 class FakeHandle:
@@ -134,7 +162,10 @@ class FakeExecutor:
             assert array.dtype == np.int32
         for admitted in plan.admitted:
             self._generation += 1
-            self._rows[admitted.row] = DeviceRow(admitted.token_ids.tolist(), self._generation)
+            self._rows[admitted.row] = row = DeviceRow(self._generation)
+            for token in admitted.token_ids.tolist():
+                row.append(token)
+            assert admitted.row in plan.rows
         for row, col, block in zip(
             plan.block_rows.tolist(), plan.block_cols.tolist(), plan.block_ids.tolist(), strict=True
         ):
@@ -142,7 +173,6 @@ class FakeExecutor:
             assert col == len(self._rows[row].blocks), "block tables grow at their end"
             assert row in plan.rows
             self._rows[row].blocks.append(block)
-            self._owner[block] = (row, self._rows[row].generation)
         for row_id, count, computed, samples in zip(
             plan.rows.tolist(),
             counts,
@@ -152,6 +182,10 @@ class FakeExecutor:
         ):
             row = self._rows[row_id]
             end = computed + count
+            if row.computed is None:
+                row.computed = computed
+                row.shared = computed // block_size
+                assert computed % block_size == 0, "only full blocks are shared"
             assert computed == row.computed
             assert end <= len(row.tokens), "a token is computed before it is known"
             assert samples == (end == len(row.tokens))
@@ -159,11 +193,13 @@ class FakeExecutor:
             assert len(row.blocks) == -(-end // block_size), (
                 "neither too few blocks nor more than needed"
             )
-            for block in row.blocks:
-                assert self._owner[block] == (row_id, row.generation), "a block has two users"
             for position in range(computed, end):
                 block = row.blocks[position // block_size]
-                self._kv[block, position % block_size] = row.tokens[position]
+                if position % block_size == 0:
+                    self._owner[block] = (row_id, row.generation)
+                    assert position // block_size >= row.shared
+                assert self._owner[block] == (row_id, row.generation), "a block has two writers"
+                self._kv[block, position % block_size] = row.prefixes[position]
             row.computed = end
 
     def sample_tokens(self, mask: TokenMask | None) -> FakeHandle:
@@ -174,19 +210,20 @@ class FakeExecutor:
         tokens, invalid = [], []
         for i, (row_id, samples) in enumerate(zip(plan.rows.tolist(), plan.samples, strict=True)):
             row = self._rows[row_id]
-            context = self._kv[row.blocks].reshape(-1)[: row.computed].tolist()
-            assert context == row.tokens[: row.computed], "the KV cache holds another's tokens"
+            held = self._kv[row.blocks].reshape(-1)[: row.computed].tolist()
+            assert held == row.prefixes[: row.computed], "the KV cache holds another's tokens"
             if not samples:
                 tokens.append(-12345)
                 invalid.append(False)
                 continue
             words = masked.get(i)
+            context = row.tokens[: row.computed]
             token = self.next_token(context)
             while words is not None and not int(words[token // 32]) >> (token % 32) & 1:
                 token = (token + 1) % VOCAB
             tokens.append(token)
             invalid.append(self.is_invalid(context))
-            row.tokens.append(token)
+            row.append(token)
         handle = FakeHandle(self, self._result(plan, tokens, invalid))
         self.unread.append(handle)
         assert len(self.unread) <= (2 if self.config.scheduler.async_scheduling else 1)

@@ -70,14 +70,35 @@ def test_a_pool_of_padding_alone_is_refused() -> None:
         BlockPool(1)
 
 
+def test_what_a_block_holds_is_found_until_it_is_handed_out_anew() -> None:
+    pool = BlockPool(5)
+    first, second, third = pool.allocate(3)
+    pool.register(first, b"a")
+    pool.register(second, b"b")
+    pool.register(third, b"a")
+    assert pool.find([b"a", b"b", b"x", b"a"]) == [first, second], "the first of equal blocks stays"
+    assert pool.find([b"x", b"a"]) == [], "up to the first that isn't there"
+    pool.free([third, second, first])
+    assert pool.find([b"a", b"b"]) == [first, second]
+    # 4 is free since ever, 3 was registered by nobody's leave, then comes 2.
+    assert pool.allocate(2) == [4, third] and pool.find([b"a", b"b"]) == [first, second]
+    assert pool.allocate(1) == [second] and pool.find([b"a", b"b"]) == [first]
+    pool.share(first)
+    pool.forget()
+    assert pool.find([b"a"]) == [] and pool.ref_count(first) == 1
+    pool.register(first, b"c")
+    assert pool.find([b"c"]) == [first]
+
+
 class PoolAgainstLists(RuleBasedStateMachine):
-    """The model: a Python list as the queue, and every reference that somebody holds."""
+    """The model: a Python list as the queue, every reference that somebody holds, and what is in the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(13)
         self.queue = list(range(1, 13))
         self.held: list[int] = []
+        self.holds: dict[bytes, int] = {}
 
     @rule(count=st.integers(0, 14))
     def allocate(self, count: int) -> None:
@@ -87,6 +108,8 @@ class PoolAgainstLists(RuleBasedStateMachine):
             return
         assert self.pool.allocate(count) == self.queue[:count]
         self.held += self.queue[:count]
+        taken = set(self.queue[:count])
+        self.holds = {key: block for key, block in self.holds.items() if block not in taken}
         del self.queue[:count]
 
     @rule(block=st.integers(1, 12))
@@ -95,6 +118,19 @@ class PoolAgainstLists(RuleBasedStateMachine):
         self.held.append(block)
         if block in self.queue:
             self.queue.remove(block)
+
+    @precondition(lambda self: set(self.held) - set(self.holds.values()))
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]))
+    def register(self, data: st.DataObject, key: bytes) -> None:
+        unregistered = sorted(set(self.held) - set(self.holds.values()))
+        block = data.draw(st.sampled_from(unregistered))
+        self.pool.register(block, key)
+        self.holds.setdefault(key, block)
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        self.holds = {}
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -119,6 +155,8 @@ class PoolAgainstLists(RuleBasedStateMachine):
         assert self.pool.num_free == len(self.queue)
         for block in range(1, 13):
             assert self.pool.ref_count(block) == self.held.count(block)
+        for key in (b"a", b"b", b"c", b"d", b"e"):
+            assert self.pool.find([key]) == ([self.holds[key]] if key in self.holds else [])
 
 
 PoolAgainstLists.TestCase.settings = settings(

@@ -30,6 +30,20 @@ def test_the_end_of_a_sequence_is_handed_out_before_its_start() -> None:
     assert kv.free(0) == 0, "a row without blocks has none to give back"
 
 
+def test_a_row_starts_with_shared_blocks_and_goes_on_with_its_own() -> None:
+    kv = KVCacheManager(num_blocks=9, block_size=4, num_rows=3, max_blocks_per_row=4)
+    grow(kv, [0], [12])
+    entries = kv.start(1, [1, 2], 13)
+    assert [array.tolist() for array in entries] == [[1] * 4, [0, 1, 2, 3], [1, 2, 4, 5]]
+    assert [kv.pool.ref_count(block) for block in range(1, 6)] == [2, 2, 1, 1, 1]
+    assert kv.free(0) == 1, "the others are still in use"
+    assert kv.free(1) == 4
+    # Freed ones are taken back, wherever they stand in the queue.
+    assert kv.pool.free_queue() == [6, 7, 8, 3, 5, 4, 2, 1]
+    entries = kv.start(2, [2, 4], 8)
+    assert entries.blocks.tolist() == [2, 4] and kv.pool.free_queue() == [6, 7, 8, 3, 5, 1]
+
+
 def test_a_pool_that_is_too_small_raises_and_gives_nothing() -> None:
     kv = KVCacheManager(num_blocks=4, block_size=4, num_rows=2, max_blocks_per_row=4)
     with pytest.raises(RuntimeError, match="4 KV-cache blocks wanted, 3 are free"):

@@ -19,6 +19,8 @@ from tests.engine.fake_executor import (
     make_request,
 )
 
+COMMON = [[(7 * i) % 50 for i in range(MAX_MODEL_LEN)], [5] * MAX_MODEL_LEN]
+"""Prompts begin like one of these."""
 MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 
 
@@ -29,14 +31,31 @@ class Traffic(RuleBasedStateMachine):
         budget=st.integers(4, 20),
         threshold=st.sampled_from([0, 0, 1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        max_overtakes=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
-        self, overlap: bool, num_blocks: int, budget: int, threshold: int, policy: str
+        self,
+        overlap: bool,
+        num_blocks: int,
+        budget: int,
+        threshold: int,
+        policy: str,
+        prefix_caching: bool,
+        max_overtakes: int,
     ) -> None:
         self.core, self.executor = make_core(
-            num_blocks, overlap=overlap, budget=budget, threshold=threshold, policy=policy
+            num_blocks,
+            overlap=overlap,
+            budget=budget,
+            threshold=threshold,
+            policy=policy,
+            prefix_caching=prefix_caching,
+            cache_aware=max_overtakes > 0,
+            max_overtakes=max_overtakes,
         )
         self.policy = policy
+        self.may_overtake = prefix_caching and (threshold > 0 or max_overtakes > 0)
         self.collected = Collected()
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
@@ -45,6 +64,10 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         num_prompt=st.integers(1, MAX_MODEL_LEN - 1),
+        common=st.sampled_from(COMMON),
+        num_common=st.integers(0, MAX_MODEL_LEN),
+        salt=st.sampled_from([None, None, "x"]),
+        skips=st.sampled_from([None, None, True]),
         max_tokens=st.one_of(st.none(), st.integers(1, 20)),
         min_tokens=st.integers(0, 6),
         priority=st.integers(0, 2),
@@ -55,6 +78,10 @@ class Traffic(RuleBasedStateMachine):
     def add(
         self,
         num_prompt: int,
+        common: list[int],
+        num_common: int,
+        salt: str | None,
+        skips: bool | None,
         max_tokens: int | None,
         min_tokens: int,
         priority: int,
@@ -63,9 +90,12 @@ class Traffic(RuleBasedStateMachine):
         allowed: list[int] | None,
     ) -> None:
         name = f"r{len(self.requests)}"
+        own = make_request(name, num_prompt).prompt_token_ids
         request = make_request(
             name,
-            num_prompt,
+            (common[:num_common] + own)[:num_prompt],
+            salt=salt,
+            skip_reading_prefix_cache=skips,
             eos=stops[:2],
             stop_token_ids=stops[2:],
             max_tokens=max_tokens,
@@ -100,20 +130,23 @@ class Traffic(RuleBasedStateMachine):
             told = len(self.collected.tokens.get(name, []))
             self.nan.add((*self.requests[name].prompt_token_ids, *tokens[: told + 1]))
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.core.reset_prefix_cache()
+
     @invariant()
-    def every_block_is_free_or_held_once(self) -> None:
+    def every_block_is_free_or_held_by_requests_of_one_salt(self) -> None:
         scheduler = self.core.scheduler
-        held = [
-            block
-            for request in scheduler.running
-            for block in scheduler.kv.block_table[
-                request.row, : scheduler.kv.num_blocks[request.row]
-            ].tolist()
-        ]
-        assert sorted(held + scheduler.kv.pool.free_queue()) == list(
-            range(1, scheduler.kv.pool.num_blocks)
-        )
-        assert scheduler.kv.num_blocks.sum() == len(held)
+        pool = scheduler.kv.pool
+        holders: dict[int, list[str | None]] = {}
+        for request in scheduler.running:
+            blocks = scheduler.kv.block_table[request.row, : scheduler.kv.num_blocks[request.row]]
+            for block in blocks.tolist():
+                holders.setdefault(block, []).append(request.cache_salt)
+        assert sorted([*holders, *pool.free_queue()]) == list(range(1, pool.num_blocks))
+        for block, salts in holders.items():
+            assert pool.ref_count(block) == len(salts) and len(set(salts)) == 1
+        assert scheduler.kv.num_blocks.sum() == sum(map(len, holders.values()))
         assert len({r.row for r in scheduler.running}) == len(scheduler.running)
         assert scheduler.table.num_free + len(scheduler.running) == 4
 
@@ -121,8 +154,12 @@ class Traffic(RuleBasedStateMachine):
     def first_come_first_served(self) -> None:
         scheduler = self.core.scheduler
         if self.policy == "fcfs":
-            order = [r.arrival_index for r in (*scheduler.running, *scheduler.waiting)]
+            order = [r.arrival_index for r in scheduler.waiting]
             assert order == sorted(order)
+            # A request that waits for another's chunk, or for a better one, lets others pass.
+            if not self.may_overtake:
+                order = [r.arrival_index for r in scheduler.running] + order
+                assert order == sorted(order)
 
     @invariant()
     def outputs_are_those_of_a_request_alone(self) -> None:

@@ -11,7 +11,7 @@ from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
-    RequestTimes,
+    Admission,
     TokenLogprobs,
 )
 from jaxinfer.frontend.output_processor import OutputProcessor
@@ -308,7 +308,7 @@ def test_metrics_follow_the_request(bench):
     before = time.monotonic()
     (core_id,) = bench.add(kind=FINAL)
     scheduled = time.monotonic()
-    step = {"first_scheduled": [RequestTimes(core_id, scheduled)]}
+    step = {"first_scheduled": [Admission(core_id, scheduled)]}
     bench.step({core_id: ids("a")}, **step)
     middle = time.monotonic()
     ((output,), _) = bench.step({core_id: ids("b")}, [(core_id, FinishReason.LENGTH)])

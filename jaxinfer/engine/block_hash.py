@@ -1,0 +1,70 @@
+"""Keys of cached blocks: equal exactly where the keys and values in the block are.
+
+A key is the digest of the key of the block before it, the block's tokens, and whatever else makes the block's content
+differ. So it stands for the whole sequence up to the block's end, at a cost that does not grow with it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Sequence
+
+import cbor2
+import numpy as np
+
+from jaxinfer.config import PrefixCachingHashAlgo
+from jaxinfer.engine.plan import Int32
+
+type BlockKey = bytes
+type Extra = tuple[str, str | bytes]
+"""A `KeyTag` and its value."""
+
+
+class KeyTag(enum.StrEnum):
+    """What else than tokens a block's content depends on, by kind: the same string as an adapter's name and as a salt
+    gives two keys.
+
+    Adapter and salt hold for a whole sequence and stand in its first block, whose key all others contain. Content is
+    the digest of what takes the place of token ids (an image), and stands in every block that it reaches into.
+    """
+
+    ADAPTER = "adapter"
+    CONTENT = "content"
+    SALT = "salt"
+
+
+class BlockHasher:
+    """`algorithm` "sha256" can't be fooled; "xxhash" (128 bits) is quicker, but who chooses prompts could make two of
+    them collide, and read another's cache.
+
+    What is digested is the canonical CBOR (RFC 8949, 4.2) of [parent, tokens, extras], tokens as little-endian int32:
+    the same bytes in every process and on every machine.
+    """
+
+    def __init__(self, algorithm: PrefixCachingHashAlgo, block_size: int) -> None:
+        self.block_size = block_size
+        self._digest = _digest(algorithm)
+
+    def key(self, parent: BlockKey, tokens: bytes, extras: Sequence[Extra] = ()) -> BlockKey:
+        """The key of a block after the one of key `parent` (empty for a sequence's first block)."""
+        return self._digest(cbor2.dumps((parent, tokens, extras), canonical=True))
+
+    def extend(self, keys: list[BlockKey], token_ids: Int32, extras: Sequence[Extra] = ()) -> None:
+        """Append the keys of the full blocks of `token_ids`, the tokens after those that `keys` stand for. `extras`
+        are those of the sequence, for its first block."""
+        data = np.ascontiguousarray(token_ids, "<i4").tobytes()
+        num_bytes = 4 * self.block_size
+        parent = keys[-1] if keys else b""
+        for start in range(0, len(data) - num_bytes + 1, num_bytes):
+            tokens = data[start : start + num_bytes]
+            parent = self.key(parent, tokens, () if keys else extras)
+            keys.append(parent)
+
+
+def _digest(algorithm: PrefixCachingHashAlgo) -> Callable[[bytes], bytes]:
+    if algorithm == "sha256":
+        return lambda data: hashlib.sha256(data).digest()
+    import xxhash
+
+    return xxhash.xxh3_128_digest

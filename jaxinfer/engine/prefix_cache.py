@@ -1,0 +1,107 @@
+"""Blocks that hold what a request would compute: found when it is admitted, registered as soon as a step is planned
+that fills them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxinfer.config import CacheConfig
+from jaxinfer.engine.block_hash import BlockHasher, BlockKey, Extra, KeyTag
+from jaxinfer.engine.kv_cache_manager import KVCacheManager
+from jaxinfer.engine.plan import Int32
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.row_table import RowTable
+
+_NEVER = np.int32(np.iinfo(np.int32).max)
+
+
+class PrefixCache:
+    """Only full blocks are cached, and only such whose tokens the host knows. A plan's blocks count as filled once
+    it is made: the device runs the plans in order, and within a step it writes before it reads.
+
+    `num_queries` and `num_hits` count tokens: those of requests that looked, at their first admission, and how many
+    of them were found.
+    """
+
+    def __init__(self, config: CacheConfig, kv: KVCacheManager, table: RowTable) -> None:
+        self.num_queries = 0
+        self.num_hits = 0
+        self._enabled = config.enable_prefix_caching
+        self._hasher = BlockHasher(config.prefix_caching_hash_algo, config.block_size)
+        self._kv = kv
+        self._table = table
+        self._num_registered = np.zeros(len(kv.num_blocks), np.int32)
+
+    def find(self, request: Request) -> list[int]:
+        """The blocks of the longest cached prefix of a request that doesn't run. They are not taken yet.
+
+        The last known token is never part of it: the token after it is still to be computed from it.
+        """
+        if not self._enabled:
+            return []
+        keys, block_size = request.block_keys, self._kv.block_size
+        if len(keys) < request.num_known_tokens // block_size:
+            known = request.known_token_ids[len(keys) * block_size :]
+            self._hasher.extend(keys, known, _extras(request))
+        if not request.reads_prefix_cache:
+            return []
+        return self._kv.pool.find(keys[: self._num_readable(request)])
+
+    def waits_for(self, request: Request, num_found: int, coming: set[BlockKey]) -> bool:
+        """Whether the block after the `num_found` ones that `find` found is among those that are coming."""
+        if not coming or not request.reads_prefix_cache:
+            return False
+        return num_found < self._num_readable(request) and request.block_keys[num_found] in coming
+
+    def coming(self, request: Request) -> list[BlockKey]:
+        """Keys of the blocks that a running request has yet to compute from tokens it had when it was admitted."""
+        return request.block_keys[int(self._num_registered[request.row]) :]
+
+    def admit(self, request: Request, num_found: int, num_computed: int) -> None:
+        """The request has its row and blocks, the first `num_found` of them from here, and the step that is being
+        planned brings it to `num_computed` tokens."""
+        if not self._enabled:
+            return
+        self._num_registered[request.row] = num_found
+        self._register_row(request.row, num_computed // self._kv.block_size)
+        if request.reads_prefix_cache and not request.num_preemptions:
+            self.num_queries += request.num_known_tokens
+            self.num_hits += num_found * self._kv.block_size
+
+    def register(self, rows: Int32, num_computed: Int32) -> None:
+        """Let the blocks be found that are full when `num_computed` [R] tokens of `rows` [R] are computed."""
+        if not self._enabled:
+            return
+        table = self._table
+        known = table.num_prompt[rows] + table.num_output[rows]
+        full = np.minimum(known, num_computed) // self._kv.block_size
+        for i in np.flatnonzero(full > self._num_registered[rows]).tolist():
+            self._register_row(int(rows[i]), int(full[i]))
+
+    def reset(self) -> None:
+        """Nothing that has been computed or planned so far is found any more."""
+        self._kv.pool.forget()
+        for row, request in enumerate(self._table.requests):
+            if request is not None:
+                self._num_registered[row] = _NEVER
+
+    def _num_readable(self, request: Request) -> int:
+        return (request.num_known_tokens - 1) // self._kv.block_size
+
+    def _register_row(self, row: int, num_full: int) -> None:
+        request = self._table.requests[row]
+        assert request is not None
+        keys, block_size = request.block_keys, self._kv.block_size
+        if len(keys) < num_full:
+            tokens = self._table.token_ids(row, len(keys) * block_size, num_full * block_size)
+            self._hasher.extend(keys, tokens, _extras(request))
+        first = int(self._num_registered[row])
+        blocks = self._kv.block_table[row, first:num_full].tolist()
+        for block, key in zip(blocks, keys[first:num_full], strict=True):
+            self._kv.pool.register(block, key)
+        self._num_registered[row] = num_full
+
+
+def _extras(request: Request) -> tuple[Extra, ...]:
+    salt = request.cache_salt
+    return () if salt is None else ((KeyTag.SALT.value, salt),)
