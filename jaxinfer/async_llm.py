@@ -92,6 +92,12 @@ class AsyncLLM:
         """End the requests with this id; their generators yield a last output with finish reason "abort"."""
         self._abort(self._outputs.requests(request_id))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes: requests that come from now on compute their prompts anew, also while others
+        run. True: it is done."""
+        self._client.reset_prefix_cache()
+        return True
+
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 

@@ -33,12 +33,16 @@ _GROUPS: dict[str, dict[str, str]] = {
         "kv_cache_memory_bytes": "size of the KV cache; accepts 512M, 2G, …",
         "num_gpu_blocks_override": "size of the KV cache in blocks",
         "block_size": "tokens per block of the KV cache",
+        "enable_prefix_caching": "compute the equal beginnings of requests once",
+        "prefix_caching_hash_algo": "sha256, or xxhash: quicker, for prompts from people who trust each other",
     },
     "scheduling": {
         "max_num_seqs": "most requests that run at once",
         "max_num_batched_tokens": "most tokens in a step",
         "long_prefill_token_threshold": "longest chunk of a prompt in a step, 0 for no limit",
         "scheduling_policy": "fcfs, or priority: lower values first",
+        "cache_aware_scheduling": "of requests of equal priority, the longest cached prefix first",
+        "max_cache_overtakes": "how often a request may be overtaken for that",
         "async_scheduling": "launch a step before the tokens of the last one are read",
     },
     "execution": {

@@ -61,9 +61,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the prompts' order.
 
-        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids". `sampling_params`:
-        one for all, one per prompt, or None for the model's own defaults. Lower priorities go first, if the engine
-        schedules by priority.
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt":
+        only prompts of the same salt share cached prefixes). `sampling_params`: one for all, one per prompt, or None
+        for the model's own defaults. Lower priorities go first, if the engine schedules by priority.
 
         Raises `ValueError` before anything starts when one of the prompts can't be run, and `RequestFailedError`
         when all have ended but some with an error.
@@ -110,6 +110,11 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own, from its generation config."""
         return self._processor.get_default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes: requests that come from now on compute their prompts anew. True: it is done."""
+        self._client.reset_prefix_cache()
+        return True
 
     def shutdown(self) -> None:
         self._client.shutdown()

@@ -81,7 +81,7 @@ class RequestOutput:
 
     `prompt` is None when the prompt was given as ids. `prompt_logprobs` has one entry per prompt token, None for
     the first. With output kind DELTA, `outputs` holds only completions that changed, and `prompt_logprobs` comes
-    once.
+    once. `num_cached_tokens` of the prompt were in the prefix cache when its first completion began.
     """
 
     request_id: str

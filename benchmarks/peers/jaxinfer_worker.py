@@ -35,6 +35,7 @@ def build(args: argparse.Namespace) -> Engine:
         version=jaxinfer.__version__,
         settings=f"jax {jax.__version__}, warmup={args.warmup}",
         generate=generate,
+        reset=llm.reset_prefix_cache,
         counters=lambda: {"compilations": compiled},
     )
 

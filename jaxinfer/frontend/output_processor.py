@@ -52,11 +52,12 @@ class OutputProcessor:
         now = outputs.timestamp or time.monotonic()
         finished = {end.request_id: end for end in outputs.finished}
         touched: dict[RequestState, None] = {}
-        for times in outputs.first_scheduled:
-            if completion := self._completions.get(times.request_id):
-                metrics = completion.request.metrics
-                if metrics.first_scheduled_time is None:
-                    metrics.first_scheduled_time = times.scheduled
+        for admission in outputs.first_scheduled:
+            if completion := self._completions.get(admission.request_id):
+                request = completion.request
+                if request.metrics.first_scheduled_time is None:
+                    request.metrics.first_scheduled_time = admission.scheduled
+                    request.num_cached_tokens = admission.num_cached_tokens
         for core_id, positions in outputs.prompt_logprobs.items():
             if completion := self._completions.get(core_id):
                 completion.request.add_prompt_logprobs(positions)

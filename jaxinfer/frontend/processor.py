@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 
@@ -18,14 +18,19 @@ from jaxinfer.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
+    """Prompts with different values of `cache_salt` share nothing in the prefix cache, and so can't learn of each
+    other by how soon they are answered."""
+
     prompt: str
+    cache_salt: NotRequired[str]
 
 
-class TokensPrompt(TypedDict, total=False):
-    """`prompt` is carried along into the output and not tokenized."""
+class TokensPrompt(TypedDict):
+    """`prompt` is carried along into the output and not tokenized. `cache_salt`: see `TextPrompt`."""
 
     prompt_token_ids: list[int]
-    prompt: str
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 type Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -100,6 +105,7 @@ class Processor:
             arrival_time=arrival_time,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             priority=int(priority),
+            cache_salt=_cache_salt(prompt),
         )
         return PreparedRequest(
             request_id=str(number) if request_id is None else request_id,
@@ -209,6 +215,13 @@ class Processor:
             if spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         return sequences
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}.")
+    return salt
 
 
 def _ids(values: Any) -> list[int]:

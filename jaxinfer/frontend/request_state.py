@@ -116,8 +116,8 @@ class RequestState:
     """A request with its completions. `request_id` is the caller's; the core knows only the completions' ids."""
 
     __slots__ = ("_prompt_logprob_stream", "_prompt_logprobs", "changed", "completions", "kind")
-    __slots__ += ("metrics", "num_unfinished", "params", "prompt", "prompt_token_ids")
-    __slots__ += ("request_id", "sink")
+    __slots__ += ("metrics", "num_cached_tokens", "num_unfinished", "params", "prompt")
+    __slots__ += ("prompt_token_ids", "request_id", "sink")
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class RequestState:
             CompletionState(core.request_id, i, self, token_text)
             for i, core in enumerate(prepared.core_requests)
         ]
+        self.num_cached_tokens = 0
         self.num_unfinished = len(self.completions)
         self.changed: list[CompletionState] = []
         """Completions with news since the last output."""
@@ -179,5 +180,6 @@ class RequestState:
                 finished=finished,
                 prompt_logprobs=prompt_logprobs,
                 metrics=metrics,
+                num_cached_tokens=self.num_cached_tokens,
             )
         )
