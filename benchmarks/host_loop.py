@@ -89,7 +89,8 @@ class NoDevice:
 
 
 def time_decode_steps(num_running: int) -> dict[str, float]:
-    """Medians over the steps in which all requests decode, in ms."""
+    """Over the steps in which all requests decode, in ms: medians, mean and 99th percentile. `all` is the time of all
+    steps, prompts and ends included, per output token and in µs."""
     config = engine_config(num_running)
     executor = NoDevice(config, num_running * 40)
     core = EngineCore(config, executor)
@@ -99,17 +100,21 @@ def time_decode_steps(num_running: int) -> dict[str, float]:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         core.add_request(EngineCoreRequest(str(i), prompt, params, 0.0))
     steps, packing = [], []
+    total = 0.0
     while core.has_unfinished():
         start = time.perf_counter()
         core.step()
         elapsed = time.perf_counter() - start
+        total += elapsed
         plan = executor.plan
         if len(plan.rows) == num_running and plan.num_tokens == num_running:
             steps.append(elapsed)
             packing.append(executor.packing)
     return {
         "step": statistics.median(steps) * 1e3,
+        "mean": statistics.fmean(steps) * 1e3,
         "p99": sorted(steps)[len(steps) * 99 // 100] * 1e3,
+        "all": total / (num_running * OUTPUT_TOKENS) * 1e6,
         "packing": statistics.median(packing) * 1e3,
     }
 
@@ -135,7 +140,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.vllm and not args.vllm_model:
         parser.error("--vllm needs --vllm-model")
-    print(f"{'running':>8} {'ms/step':>8} {'p99':>8} {'packing':>8}  vLLM ms/step  ratio")
+    print(
+        f"{'running':>8} {'ms/step':>8} {'mean':>8} {'p99':>8} {'packing':>8} {'µs/token':>8}  vLLM ms/step  ratio"
+    )
     for num_running in args.running:
         ours: list[dict[str, float]] = []
         peer: list[float] = []
@@ -144,7 +151,8 @@ def main() -> None:
             if args.vllm:
                 peer.append(time_vllm(args.vllm, args.vllm_model, num_running))
         best = min(ours, key=lambda times: times["step"])
-        line = f"{num_running:8} {best['step']:8.3f} {best['p99']:8.3f} {best['packing']:8.3f}"
+        columns = [best[name] for name in ("step", "mean", "p99", "packing", "all")]
+        line = f"{num_running:8}" + "".join(f" {value:8.3f}" for value in columns)
         if peer:
             line += f"  {min(peer):12.2f}  {best['step'] / min(peer):5.3f}"
         print(line, flush=True)

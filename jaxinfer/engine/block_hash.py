@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import cbor2
-import numpy as np
 
 from jaxinfer.config import PrefixCachingHashAlgo
 from jaxinfer.engine.plan import Int32
@@ -43,23 +42,36 @@ class BlockHasher:
     """
 
     def __init__(self, algorithm: PrefixCachingHashAlgo, block_size: int) -> None:
-        self.block_size = block_size
         self._digest = _digest(algorithm)
+        self._block_bytes = 4 * block_size
+        # All blocks but a sequence's first differ only in parent and tokens, whose lengths are fixed: their frame is
+        # encoded once. No length's last byte is 0xfe or 0xff, so these can't be mistaken.
+        parent, tokens = b"\xff" * len(self._digest(b"")), b"\xfe" * self._block_bytes
+        before, _, rest = _encode(parent, tokens, ()).partition(parent)
+        between, _, after = rest.partition(tokens)
+        self._frame = before, between, after
 
     def key(self, parent: BlockKey, tokens: bytes, extras: Sequence[Extra] = ()) -> BlockKey:
         """The key of a block after the one of key `parent` (empty for a sequence's first block)."""
-        return self._digest(cbor2.dumps((parent, tokens, extras), canonical=True))
+        return self._digest(_encode(parent, tokens, extras))
 
     def extend(self, keys: list[BlockKey], token_ids: Int32, extras: Sequence[Extra] = ()) -> None:
         """Append the keys of the full blocks of `token_ids`, the tokens after those that `keys` stand for. `extras`
         are those of the sequence, for its first block."""
-        data = np.ascontiguousarray(token_ids, "<i4").tobytes()
-        num_bytes = 4 * self.block_size
-        parent = keys[-1] if keys else b""
-        for start in range(0, len(data) - num_bytes + 1, num_bytes):
+        data = token_ids.astype("<i4", copy=False).tobytes()
+        num_bytes = self._block_bytes
+        first = 0
+        if not keys and len(data) >= num_bytes:
+            keys.append(self.key(b"", data[:num_bytes], extras))
+            first = num_bytes
+        digest, before, between, after = self._digest, *self._frame
+        for start in range(first, len(data) - num_bytes + 1, num_bytes):
             tokens = data[start : start + num_bytes]
-            parent = self.key(parent, tokens, () if keys else extras)
-            keys.append(parent)
+            keys.append(digest(before + keys[-1] + between + tokens + after))
+
+
+def _encode(parent: BlockKey, tokens: bytes, extras: Sequence[Extra]) -> bytes:
+    return cbor2.dumps((parent, tokens, extras), canonical=True)
 
 
 def _digest(algorithm: PrefixCachingHashAlgo) -> Callable[[bytes], bytes]:

@@ -103,10 +103,13 @@ class BlockPool:
             previous[_HEAD] = tail
             self.num_free += freed
 
-    def register(self, block: int, key: BlockKey) -> None:
-        """Let a held block be found by `key`. Where another block is found by it already, that one stays."""
-        if self._block_of.setdefault(key, block) == block:
-            self._key_of[block] = key
+    def register(self, blocks: Iterable[int], keys: Iterable[BlockKey]) -> None:
+        """Let each of these held blocks be found by its key. Where another block is found by it already, that one
+        stays."""
+        key_of, block_of = self._key_of, self._block_of
+        for block, key in zip(blocks, keys, strict=True):
+            if block_of.setdefault(key, block) == block:
+                key_of[block] = key
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """The blocks registered under `keys`, up to the first key that has none. They are not taken: see `share`."""

@@ -3,6 +3,8 @@ that fills them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from jaxinfer.config import CacheConfig
@@ -12,7 +14,10 @@ from jaxinfer.engine.plan import Int32
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 
-_NEVER = np.int32(np.iinfo(np.int32).max)
+_OUTPUTS_PER_TURN = 64
+"""How many running requests may register generated blocks at once: it bounds what caching costs a step of very many
+decodes, at a few microseconds each."""
+_NEVER = np.iinfo(np.int32).max
 
 
 class PrefixCache:
@@ -31,6 +36,7 @@ class PrefixCache:
         self._kv = kv
         self._table = table
         self._num_registered = np.zeros(len(kv.num_blocks), np.int32)
+        self._num_steps = 0
 
     def find(self, request: Request) -> list[int]:
         """The blocks of the longest cached prefix of a request that doesn't run. They are not taken yet.
@@ -68,15 +74,28 @@ class PrefixCache:
             self.num_queries += request.num_known_tokens
             self.num_hits += num_found * self._kv.block_size
 
-    def register(self, rows: Int32, num_computed: Int32) -> None:
-        """Let the blocks be found that are full when `num_computed` [R] tokens of `rows` [R] are computed."""
+    def register(self, rows: Int32, num_computed: Int32, counts: Int32) -> None:
+        """Let the blocks be found that `rows` [R] fill in a step that computes `counts` [R] tokens after the first
+        `num_computed` [R].
+
+        Those of prompts at once. Blocks of outputs are worth finding above all when the request has ended, which is
+        when `release` registers them; as long as it runs, they have their turn every `block_size` steps.
+        """
         if not self._enabled:
             return
-        table = self._table
-        known = table.num_prompt[rows] + table.num_output[rows]
-        full = np.minimum(known, num_computed) // self._kv.block_size
-        for i in np.flatnonzero(full > self._num_registered[rows]).tolist():
-            self._register_row(int(rows[i]), int(full[i]))
+        if counts.max(initial=0) > 1:
+            chunks = np.flatnonzero(counts > 1)
+            self._register(rows[chunks], num_computed[chunks] + counts[chunks])
+        self._num_steps += 1
+        if self._num_steps % self._kv.block_size == 0:
+            self._register(rows, num_computed, _OUTPUTS_PER_TURN)
+
+    def release(self, requests: Collection[Request]) -> None:
+        """The requests are about to lose their blocks: register the rest of what they have filled."""
+        if not self._enabled:
+            return
+        rows = np.array([request.row for request in requests], np.int32)
+        self._register(rows, self._table.num_computed[rows])
 
     def reset(self) -> None:
         """Nothing that has been computed or planned so far is found any more."""
@@ -88,17 +107,25 @@ class PrefixCache:
     def _num_readable(self, request: Request) -> int:
         return (request.num_known_tokens - 1) // self._kv.block_size
 
+    def _register(self, rows: Int32, num_computed: Int32, limit: int | None = None) -> None:
+        """Blocks that are full of known, computed tokens, of at most `limit` rows."""
+        table = self._table
+        known = table.num_prompt[rows] + table.num_output[rows]
+        full = np.minimum(known, num_computed) // self._kv.block_size
+        due = np.flatnonzero(full > self._num_registered[rows])[:limit]
+        for row, num_full in zip(rows[due].tolist(), full[due].tolist(), strict=True):
+            self._register_row(row, num_full)
+
     def _register_row(self, row: int, num_full: int) -> None:
+        first = int(self._num_registered[row])
         request = self._table.requests[row]
         assert request is not None
         keys, block_size = request.block_keys, self._kv.block_size
         if len(keys) < num_full:
             tokens = self._table.token_ids(row, len(keys) * block_size, num_full * block_size)
             self._hasher.extend(keys, tokens, _extras(request))
-        first = int(self._num_registered[row])
         blocks = self._kv.block_table[row, first:num_full].tolist()
-        for block, key in zip(blocks, keys[first:num_full], strict=True):
-            self._kv.pool.register(block, key)
+        self._kv.pool.register(blocks, keys[first:num_full])
         self._num_registered[row] = num_full
 
 

@@ -75,7 +75,7 @@ class Scheduler:
         rows = self._batch().rows
         entries = [self.kv.grow(rows, missing)]
         # Before anybody is admitted: newcomers may share what the running requests compute in this step.
-        self.prefix_cache.register(rows, self.table.num_computed[rows] + counts)
+        self.prefix_cache.register(rows, self.table.num_computed[rows], counts)
         admitted: list[Request] = []
         if len(self.waiting) and self._num_preemptions == preemptions_before:
             admitted, counts = self._admit(counts, entries)
@@ -162,10 +162,8 @@ class Scheduler:
         return freed
 
     def _release(self, requests: Collection[Request]) -> int:
-        """Take rows and blocks away, once what is known of their tokens by now is cached. Returns the number of
-        blocks that became free."""
-        rows = np.array([r.row for r in requests], np.int32)
-        self.prefix_cache.register(rows, self.table.num_computed[rows])
+        """Take rows and blocks away. Returns the number of blocks that became free."""
+        self.prefix_cache.release(requests)
         num_free = self.kv.pool.num_free
         for request in requests:
             self.kv.free(request.row)

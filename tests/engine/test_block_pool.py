@@ -73,9 +73,8 @@ def test_a_pool_of_padding_alone_is_refused() -> None:
 def test_what_a_block_holds_is_found_until_it_is_handed_out_anew() -> None:
     pool = BlockPool(5)
     first, second, third = pool.allocate(3)
-    pool.register(first, b"a")
-    pool.register(second, b"b")
-    pool.register(third, b"a")
+    pool.register([first, second], [b"a", b"b"])
+    pool.register([third], [b"a"])
     assert pool.find([b"a", b"b", b"x", b"a"]) == [first, second], "the first of equal blocks stays"
     assert pool.find([b"x", b"a"]) == [], "up to the first that isn't there"
     pool.free([third, second, first])
@@ -86,7 +85,7 @@ def test_what_a_block_holds_is_found_until_it_is_handed_out_anew() -> None:
     pool.share(first)
     pool.forget()
     assert pool.find([b"a"]) == [] and pool.ref_count(first) == 1
-    pool.register(first, b"c")
+    pool.register([first], [b"c"])
     assert pool.find([b"c"]) == [first]
 
 
@@ -124,7 +123,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
     def register(self, data: st.DataObject, key: bytes) -> None:
         unregistered = sorted(set(self.held) - set(self.holds.values()))
         block = data.draw(st.sampled_from(unregistered))
-        self.pool.register(block, key)
+        self.pool.register([block], [key])
         self.holds.setdefault(key, block)
 
     @rule()

@@ -32,6 +32,7 @@ class CacheOfSequences(RuleBasedStateMachine):
         self.tokens: dict[Request, list[int]] = {}
         self.from_before_reset: set[Request] = set()
         self.count = 0
+        self.num_steps = 0
 
     def take(self, count: int) -> list[int]:
         blocks, self.queue = self.queue[:count], self.queue[count:]
@@ -97,7 +98,8 @@ class CacheOfSequences(RuleBasedStateMachine):
             token = np.array([generated], np.int32)
             self.table.append_tokens(np.array([row], np.int32), token)
             self.tokens[request].append(generated)
-        end = min(int(self.table.num_computed[row]) + chunk, len(self.tokens[request]))
+        start = int(self.table.num_computed[row])
+        end = min(start + chunk, len(self.tokens[request]))
         missing = -(-end // BLOCK) - len(self.running[request])
         if missing > len(self.queue) or end >= MAX_LEN:
             return
@@ -105,13 +107,21 @@ class CacheOfSequences(RuleBasedStateMachine):
         self.kv.grow(rows, np.array([missing], np.int32))
         self.running[request] += self.take(missing)
         self.table.num_computed[row] = end
-        self.cache.register(rows, np.array([end], np.int32))
-        self.fill(request, end)
+        before = np.array([start], np.int32)
+        self.cache.register(rows, before, np.array([end - start], np.int32))
+        # A chunk is registered at once, what was there before in every fourth step.
+        if end > start + 1:
+            self.fill(request, end)
+        self.num_steps += 1
+        if self.num_steps % BLOCK == 0:
+            self.fill(request, start)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(sorted(self.running, key=lambda r: r.arrival_index)))
+        self.cache.release([request])
+        self.fill(request, int(self.table.num_computed[request.row]))
         self.kv.free(request.row)
         self.table.release(request)
         blocks = self.running.pop(request)

@@ -8,10 +8,10 @@ import pytest
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.messages import (
+    Admission,
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
-    Admission,
     TokenLogprobs,
 )
 from jaxinfer.frontend.output_processor import OutputProcessor
