@@ -111,6 +111,25 @@ def test_several_completions(llm):
     assert {c.text for c in output.outputs} == {continuation(4, 4)}
 
 
+def test_cached_prefixes_are_reported_salted_and_forgotten(llm):
+    block_size = llm.config.cache.block_size
+    prompt = "o" * (2 * block_size + 1)
+
+    def num_cached(prompt, params=SOME):
+        (output,) = generate(llm, prompt, params)
+        return output.num_cached_tokens
+
+    assert num_cached(prompt) == 0
+    assert num_cached(prompt) == num_cached({"prompt": prompt}) == 2 * block_size
+    assert num_cached({"prompt": prompt, "cache_salt": "x"}) == 0
+    assert num_cached({"prompt": prompt, "cache_salt": "x"}) == 2 * block_size
+    assert num_cached(prompt, SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)) == 0
+    assert llm.reset_prefix_cache() is True
+    # Three completions of one prompt: the first computes it for the others.
+    assert num_cached(prompt, SamplingParams(n=3, max_tokens=1)) == 0
+    assert num_cached(prompt) == 2 * block_size
+
+
 def test_chat_formats_conversations(llm):
     user = {"role": "user", "content": "hi"}
     text = "<|user|>hi<|end|><|assistant|>"
@@ -316,6 +335,22 @@ def test_refused_requests_raise_where_they_are_read(serve):
         assert (await collect(llm, "once", SOME))[-1].outputs[0].text == continuation(4, 6)
 
     serve(use)
+
+
+def test_the_prefix_cache_is_reset_between_requests(serve):
+    prompt = "o" * 99
+
+    cached = []
+
+    async def use(llm, executor):
+        for reset in (False, False, True, False):
+            if reset:
+                assert await llm.reset_prefix_cache()
+            outputs = await collect(llm, prompt, SOME)
+            cached.append(outputs[-1].num_cached_tokens)
+
+    serve(use)
+    assert cached == [0, cached[1], 0, cached[1]] and 80 < cached[1] < 99
 
 
 def test_a_dying_engine_fails_every_stream(serve):

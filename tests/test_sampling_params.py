@@ -36,6 +36,7 @@ REFUSED = {
     "allowed_token_ids": [[], [-1], ["1"], 3],
     "bad_words": [[""], [" "], [1], "word"],
     "bad_words_token_ids": [[[]], [[-1]]],
+    "skip_reading_prefix_cache": [1, "yes"],
 }
 
 

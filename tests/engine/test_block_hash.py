@@ -51,7 +51,7 @@ def test_a_key_stands_for_everything_before_it(algorithm: str) -> None:
     tokens = list(range(1, 13))
     plain = keys(algorithm, tokens)
     for changed in range(12):
-        other = keys(algorithm, tokens[:changed] + [99] + tokens[changed + 1 :])
+        other = keys(algorithm, [*tokens[:changed], 99, *tokens[changed + 1 :]])
         assert [a == b for a, b in zip(plain, other, strict=True)] == [
             block < changed // 4 for block in range(3)
         ]

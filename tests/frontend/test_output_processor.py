@@ -308,7 +308,7 @@ def test_metrics_follow_the_request(bench):
     before = time.monotonic()
     (core_id,) = bench.add(kind=FINAL)
     scheduled = time.monotonic()
-    step = {"first_scheduled": [Admission(core_id, scheduled)]}
+    step = {"first_scheduled": [Admission(core_id, scheduled, 16)]}
     bench.step({core_id: ids("a")}, **step)
     middle = time.monotonic()
     ((output,), _) = bench.step({core_id: ids("b")}, [(core_id, FinishReason.LENGTH)])
@@ -316,4 +316,5 @@ def test_metrics_follow_the_request(bench):
     assert before <= m.arrival_time <= m.queued_time <= m.first_scheduled_time == scheduled
     assert scheduled <= m.first_token_time <= middle <= m.last_token_time == m.finished_time
     assert m.num_generation_tokens == 2
+    assert output.num_cached_tokens == 16
     assert m.e2e_latency >= m.time_to_first_token >= m.time_in_queue >= 0

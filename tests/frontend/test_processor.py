@@ -23,6 +23,15 @@ def make(generation_config=None, tokenizer=TOKENIZER, use_defaults=True, **model
 PROCESSOR = make()
 
 
+def test_cache_salt_is_handed_on():
+    for prompt in ({"prompt": "The fox"}, {"prompt_token_ids": [5, 6]}):
+        assert core_request(prompt).cache_salt is None
+        assert core_request(prompt | {"cache_salt": "x"}).cache_salt == "x"
+        for salt in ("", 5, b"x", ["x"]):
+            with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
+                PROCESSOR.prepare(prompt | {"cache_salt": salt})
+
+
 def core_request(*args, **kwargs) -> EngineCoreRequest:
     (request,) = PROCESSOR.prepare(*args, **kwargs).core_requests
     return request
