@@ -95,7 +95,9 @@ def test_nothing_machine_specific_is_tracked():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/architecture.md", "docs/benchmarks.md", "docs/prefix_caching.md"]
+)
 def test_documents_name_files_that_exist(page):
     text = (REPOSITORY / page).read_text()
     names = re.findall(

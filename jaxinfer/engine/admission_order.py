@@ -48,7 +48,7 @@ class QueueOrder:
 
 
 class CacheAwareOrder:
-    """Of the first `WINDOW` requests of the highest priority that waits, the longest cached prefix first.
+    """Of the first `WINDOW` requests in the queue, those of one priority, the longest cached prefix first.
 
     Nobody is overtaken more than `max_overtakes` times: behind a request that has been, nobody is given before it.
     """
@@ -60,7 +60,7 @@ class CacheAwareOrder:
         self._max_overtakes = max_overtakes
         self._waiting: list[Request] = []
         while len(queue) and len(self._waiting) < WINDOW:
-            if self._waiting and queue.peek().priority != self._waiting[0].priority:
+            if self._waiting and not queue.are_peers(self._waiting[0], queue.peek()):
                 break
             self._waiting.append(queue.pop())
         self._untried = {request: num_cached(request) for request in self._waiting}

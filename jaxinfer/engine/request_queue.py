@@ -34,6 +34,10 @@ class RequestQueue(Protocol):
         """Which of the running requests, given in the order of admission, is preempted first."""
         ...
 
+    def are_peers(self, one: Request, other: Request) -> bool:
+        """Whether nothing but their arrival decides which of the two is next."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
@@ -69,6 +73,9 @@ class FCFSQueue:
     def victim(self, running: list[Request]) -> Request:
         return max(running, key=lambda request: request.arrival_index)
 
+    def are_peers(self, one: Request, other: Request) -> bool:
+        return True
+
     def __len__(self) -> int:
         return len(self._requests)
 
@@ -100,6 +107,9 @@ class PriorityQueue:
 
     def victim(self, running: list[Request]) -> Request:
         return max(running, key=lambda request: request.rank)
+
+    def are_peers(self, one: Request, other: Request) -> bool:
+        return one.priority == other.priority
 
     def __len__(self) -> int:
         return len(self._heap)

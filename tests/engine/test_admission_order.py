@@ -64,7 +64,10 @@ def test_longest_prefix_first_and_the_order_of_the_queue_among_equals() -> None:
     assert asked == ["2", "4", "1", "3", "0"] and names(queue) == ["3"]
 
 
-def test_priority_comes_before_the_cache() -> None:
+def test_priority_comes_before_the_cache_where_it_counts() -> None:
+    queue, cached = queue_of([0, 9, 1, 5], "fcfs", [0, 1, 0, 1])
+    first = CacheAwareOrder(queue, cached.__getitem__, 100).next()
+    assert first is not None and first.request_id == "1"
     queue, cached = queue_of([0, 9, 1, 5], "priority", [0, 1, 0, 1])
     order = CacheAwareOrder(queue, cached.__getitem__, 100)
     first, second = order.next(), order.next()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from jaxinfer.config import CacheConfig, EngineArgs
+
+
+@dataclass(frozen=True)
+class Limits:
+    vocab_size: int = 100
+    max_position_embeddings: int = 2048
+    checkpoint_dtype: str = "bfloat16"
+
+
+def test_prefix_caching_is_on_and_can_be_changed() -> None:
+    config = EngineArgs("m").create_engine_config(Limits(), "cpu")
+    assert config.cache.enable_prefix_caching
+    assert config.cache.prefix_caching_hash_algo == "sha256"
+    assert not config.scheduler.cache_aware
+    config = EngineArgs(
+        "m",
+        enable_prefix_caching=False,
+        prefix_caching_hash_algo="xxhash",
+    ).create_engine_config(Limits(), "gpu")
+    assert config.cache == CacheConfig(
+        64, enable_prefix_caching=False, prefix_caching_hash_algo="xxhash"
+    )
+    config = EngineArgs(
+        "m", cache_aware_scheduling=True, max_cache_overtakes=3
+    ).create_engine_config(Limits(), "cpu")
+    assert (config.scheduler.cache_aware, config.scheduler.max_overtakes) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"prefix_caching_hash_algo": "md5"}, "prefix_caching_hash_algo must be one of"),
+        ({"max_cache_overtakes": -1}, "max_cache_overtakes must be at least 0, got -1"),
+        (
+            {"cache_aware_scheduling": True, "enable_prefix_caching": False},
+            "cache_aware_scheduling needs enable_prefix_caching",
+        ),
+    ],
+)
+def test_refused(args: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs("m", **args).create_engine_config(Limits(), "cpu")
