@@ -54,13 +54,30 @@ def test_a_repeated_prompt_hits_its_full_blocks_but_computes_its_last_token(
     assert is_alone(again, collected)
 
 
-def test_what_was_generated_is_found_too() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_output", range(1, 10))
+def test_what_was_generated_is_found_too(num_output: int, overlap: bool) -> None:
     """The next turn of a conversation. The last generated token was never computed."""
-    core, _ = make_core()
-    answer = run(core, [make_request("a", PROMPT[:6], max_tokens=7)]).tokens["a"]
+    core, _ = make_core(overlap=overlap)
+    answer = run(core, [make_request("a", PROMPT[:6], max_tokens=num_output)]).tokens["a"]
     turn = make_request("b", [*PROMPT[:6], *answer, 1, 2], max_tokens=3)
     collected = run(core, [turn])
-    assert cached_tokens(collected) == {"b": 12} and is_alone(turn, collected)
+    assert cached_tokens(collected) == {"b": (6 + num_output - 1) // 4 * 4}
+    assert is_alone(turn, collected)
+
+
+def test_what_the_host_has_not_seen_is_not_registered() -> None:
+    """A request that ends with two steps in flight: the block is full, but its last token only the device knows."""
+    core, _ = make_core()
+    run(core, [make_request("before", 3, max_tokens=2)])  # leaves its tokens in the row that a gets
+    scheduler = core.scheduler
+    scheduler.add_request(make_request("a", PROMPT[:3], max_tokens=9))
+    for _ in range(2):
+        assert scheduler.schedule() is not None
+    scheduler.finish([scheduler.requests["a"]])
+    assert not any(
+        scheduler.prefix_cache.find(probe(core, [*PROMPT[:3], token, 1])) for token in range(50)
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -209,6 +226,10 @@ def test_a_reset_forgets_what_was_and_what_is_being_computed() -> None:
     assert collected.tokens["b"] == alone(make_request("b", PROMPT, max_tokens=9))[0][5:]
     collected = run(core, [make_request("d", PROMPT, max_tokens=2)])
     assert cached_tokens(collected) == {"d": 16}, "from then on it is a cache again"
+    # What b generated later came from keys and values that it computed before.
+    answer, _ = alone(make_request("b", PROMPT, max_tokens=9))
+    collected = run(core, [make_request("e", [*PROMPT, *answer], max_tokens=2)])
+    assert cached_tokens(collected) == {"e": 16}
 
 
 def test_a_reset_while_a_prompt_is_half_computed() -> None:

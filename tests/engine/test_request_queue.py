@@ -44,3 +44,15 @@ def test_priority_then_arrival_time_then_order() -> None:
     assert queue.peek().request_id == "e"
     assert names(queue.pop() for _ in range(4)) == "ebad"
     assert names([queue.victim(all_of_them), queue.victim(all_of_them[:3])]) == "da"
+
+
+def test_who_is_put_back_stands_where_it_stood() -> None:
+    queue = create_request_queue("fcfs")
+    all_of_them = requests(*((name, 0, 0.0) for name in "abcde"))
+    for i in (1, 4):
+        queue.add(all_of_them[i])
+    for i in (2, 3, 0):
+        queue.put_back(all_of_them[i])
+    assert names(queue) == "abcde"
+    a, b, c, *_ = all_of_them
+    assert queue.victim([b, c, a]) is c, "the latest arrival, whenever it was admitted"
