@@ -14,7 +14,7 @@ from jaxinfer.engine.plan import Int32
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 
-_OUTPUTS_PER_TURN = 64
+_OUTPUTS_PER_TURN = 32
 """How many running requests may register generated blocks at once: it bounds what caching costs a step of very many
 decodes, at a few microseconds each."""
 _NEVER = np.iinfo(np.int32).max
