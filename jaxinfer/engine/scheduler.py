@@ -61,31 +61,34 @@ class Scheduler:
         waiting = {r for r in ended if r.state is not RequestState.RUNNING}
         if waiting:
             self.waiting.remove(waiting)
-        self._release(ended - waiting)
+        if running := ended - waiting:
+            self._release(running)
         for request in ended:
             request.state = RequestState.FINISHED
             del self.requests[request.request_id]
-        if len(ended) > len(waiting):
+        if running:
             self._keep_running()
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to compute (until results in flight come back)."""
         preemptions_before = self._num_preemptions
-        counts, missing = self._fit_running()
+        computed, counts, missing = self._fit_running()
         rows = self._batch().rows
         entries = [self.kv.grow(rows, missing)]
+        longest = counts.max(initial=0)
         # Before anybody is admitted: newcomers may share what the running requests compute in this step.
-        self.prefix_cache.register(rows, self.table.num_computed[rows], counts)
+        self.prefix_cache.register(rows, computed, counts if longest > 1 else None)
         admitted: list[Request] = []
         if len(self.waiting) and self._num_preemptions == preemptions_before:
             admitted, counts = self._admit(counts, entries)
+            longest = counts.max(initial=0)
         batch = self._batch()
         if not counts.all():
             index = np.flatnonzero(counts)
             batch, counts = batch.take(index), counts[index]
         if not counts.size:
             return None
-        if counts.max() > 1:
+        if longest > 1:
             # Rows with one token first: the device may treat them as decodes.
             index = np.argsort(counts != 1, kind="stable")
             batch, counts = batch.take(index), counts[index]
@@ -119,9 +122,9 @@ class Scheduler:
         self.running = [r for r in self.running if r.state is RequestState.RUNNING]
         self._running_batch = None
 
-    def _fit_running(self) -> tuple[Int32, Int32]:
-        """How many tokens each running request computes and how many blocks it lacks for them, after preempting as
-        many as it takes for the blocks to suffice."""
+    def _fit_running(self) -> tuple[Int32, Int32, Int32]:
+        """How many tokens of each running request are computed, how many it computes next and how many blocks it lacks
+        for them, after preempting as many as it takes for the blocks to suffice."""
         while True:
             rows = self._batch().rows
             computed = self.table.num_computed[rows]
@@ -129,7 +132,7 @@ class Scheduler:
             missing = np.maximum(self.kv.missing(rows, computed + counts), 0)
             short = int(missing.sum()) - self.kv.pool.num_free
             if short <= 0:
-                return counts, missing
+                return computed, counts, missing
             wanted = dict(zip(rows.tolist(), missing.tolist(), strict=True))
             while short > 0:
                 victim = self.waiting.victim(self.running)
