@@ -75,16 +75,17 @@ class PrefixCache:
             self.num_hits += num_found * self._kv.block_size
 
     def register(self, rows: Int32, num_computed: Int32, counts: Int32 | None) -> None:
-        """Let the blocks be found that `rows` [R] fill in a step that computes `counts` [R] tokens (None: at most one
-        each) after the first `num_computed` [R].
+        """Let the blocks be found that `rows` [R] fill in a step that computes `counts` [R] tokens after the first
+        `num_computed` [R].
 
-        Those of prompts at once. Blocks of outputs are worth finding above all when the request has ended, which is
+        Those of prompts at once, unless `counts` is None: nobody needs them in this step. Blocks of outputs are worth finding above all when the request has ended, which is
         when `release` registers them; as long as it runs, they have their turn every `block_size` steps.
         """
         if not self._enabled:
             return
         if counts is not None:
-            chunks = np.flatnonzero(counts > 1)
+            in_prompt = num_computed < self._table.num_prompt[rows]
+            chunks = np.flatnonzero(in_prompt | (counts > 1))
             self._register(rows[chunks], num_computed[chunks] + counts[chunks])
         self._num_steps += 1
         if self._num_steps % self._kv.block_size == 0:

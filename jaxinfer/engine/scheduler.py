@@ -77,7 +77,8 @@ class Scheduler:
         entries = [self.kv.grow(rows, missing)]
         longest = counts.max(initial=0)
         # Before anybody is admitted: newcomers may share what the running requests compute in this step.
-        self.prefix_cache.register(rows, computed, counts if longest > 1 else None)
+        may_admit = len(self.waiting) and self.table.num_free
+        self.prefix_cache.register(rows, computed, counts if longest > 1 or may_admit else None)
         admitted: list[Request] = []
         if len(self.waiting) and self._num_preemptions == preemptions_before:
             admitted, counts = self._admit(counts, entries)

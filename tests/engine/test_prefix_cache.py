@@ -131,6 +131,16 @@ def test_who_would_compute_the_same_chunk_waits_and_lets_others_pass() -> None:
     assert all(is_alone(request, collected) for request in [*same, other])
 
 
+def test_a_block_that_a_chunk_of_one_token_completes_is_shared_too() -> None:
+    core, executor = make_core(threshold=5, overlap=False)
+    requests = [
+        make_request("a", PROMPT[:16], max_tokens=1),
+        make_request("b", PROMPT, max_tokens=1),
+    ]
+    assert cached_tokens(run(core, requests)) == {"a": 0, "b": 16}
+    assert [plan.num_scheduled.tolist() for plan in executor.plans] == [[5], [5], [5], [1, 1]]
+
+
 def test_who_waits_goes_on_when_the_other_is_gone() -> None:
     core, _ = make_core(threshold=4, budget=16, overlap=False)
     for name in "ab":
