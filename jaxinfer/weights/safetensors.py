@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,10 +108,15 @@ class SafetensorsReader:
         if config is None:
             raise CheckpointError(f"{directory} has no config.json.")
         self._config = config
+        self._handles: dict[Path, BinaryIO] = {}
+        self._opening = threading.Lock()
 
-    @cached_property
-    def _handles(self) -> dict[Path, BinaryIO]:
-        return {path: path.open("rb") for path in {e.path for e in self._entries.values()}}
+    def _handle(self, path: Path) -> BinaryIO:
+        """The shard, opened once: a second handle would close its file under the thread that reads from it."""
+        with self._opening:
+            if path not in self._handles:
+                self._handles[path] = path.open("rb")
+            return self._handles[path]
 
     @cached_property
     def _entries(self) -> dict[str, _Entry]:
@@ -165,7 +171,7 @@ class SafetensorsReader:
         stored = numpy_dtype(entry.dtype)
         out = aligned_empty(entry.shape, stored)
         if not read_bytes(
-            self._handles[entry.path].fileno(), entry.offset, out.reshape(-1).view(np.uint8)
+            self._handle(entry.path).fileno(), entry.offset, out.reshape(-1).view(np.uint8)
         ):
             raise CheckpointError(f"{entry.path} is cut short: it ends within tensor {name}.")
         if dtype is None or dtype == stored:

@@ -1,4 +1,7 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -158,3 +161,23 @@ def test_json_that_is_not_an_object_names_the_file(single):
     (single / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"config\.json must hold a JSON object"):
         SafetensorsReader(single)
+
+
+def test_threads_that_read_at_once_share_one_handle(single, monkeypatch):
+    reader = SafetensorsReader(single)
+    assert reader.names()
+    opened, second, whole = [], threading.Event(), Path.open
+
+    def open_slowly(path, *args, **kwargs):
+        opened.append(path)
+        if len(opened) > 1:
+            second.set()
+        second.wait(0.2)  # gives the other thread its chance to open the file as well
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        read = list(pool.map(reader.read, ["a.weight", "c.weight"]))
+    assert len(opened) == 1
+    for name, value in zip(("a.weight", "c.weight"), read, strict=True):
+        np.testing.assert_array_equal(value, tensors()[name])
