@@ -25,12 +25,25 @@ def _mosaic_gpu(*args: Any, **options: Any) -> tuple[jax.Array, KVPages]:
     return mosaic_gpu.rope_kv_cache_update(*args, **options)
 
 
-def _on_cuda(*args: Any, **options: Any) -> tuple[jax.Array, KVPages]:
+def _on_cuda(
+    qkv: jax.Array,
+    kv_pages: KVPages,
+    slot_mapping: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    **options: Any,
+) -> tuple[jax.Array, KVPages]:
+    from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+
+    run = mosaic_gpu.rope_kv_cache_update
     try:
-        return _mosaic_gpu(*args, **options)
+        mosaic_gpu.config_for(qkv, kv_pages, cos, q_norm)
     except ValueError as error:
         _log_once(f"rope_kv_cache_update runs as XLA operations: {error}.")
-        return xla.rope_kv_cache_update(*args, **options)
+        run = xla.rope_kv_cache_update
+    return run(qkv, kv_pages, slot_mapping, cos, sin, q_norm, k_norm, **options)
 
 
 @functools.cache

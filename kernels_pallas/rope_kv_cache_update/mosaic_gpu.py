@@ -131,15 +131,30 @@ class Config:
 
     @property
     def layout(self) -> Any:
-        """Rows over warps and lanes, columns over lanes and each thread's vector."""
-        lanes = self.lanes(self.vector)
-        rows, columns = _LANES // lanes, lanes * self.vector
+        """Rows over warps and lanes, columns over lanes and each thread's vector; Pallas takes canonical forms only."""
+        lanes, vector = self.lanes(self.vector), self.vector
+        rows, columns = _LANES // lanes, lanes * vector
+        if rows == 1:
+            tiles, warp, lane = ((_WARPS, columns), (vector,)), -3, (-2,)
+        elif lanes == 1:
+            tiles, warp, lane = ((_WARPS * rows, columns), (rows, columns)), -4, (-2,)
+        else:
+            tiles = ((_WARPS * rows, columns), (rows, columns), (vector,))
+            warp, lane = -5, (-3, -2)
         return plgpu.Layout.TILED(
-            plgpu.Tiling(((_WARPS * rows, columns), (rows, columns), (self.vector,))),
-            warp_dims=(-5,),
-            lane_dims=(-3, -2),
-            vector_dim=-1,
+            plgpu.Tiling(tiles), warp_dims=(warp,), lane_dims=lane, vector_dim=-1
         )
+
+
+def config_for(
+    qkv: jax.Array, kv_pages: KVPages, cos: jax.Array, q_norm: jax.Array | None
+) -> Config:
+    """Raises `ValueError` for shapes that the kernel can't do."""
+    _, num_kv_heads, group, head_size = qkv.shape
+    dtype = kv_pages[0].dtype.name
+    return Config(
+        num_kv_heads, group - 2, head_size, 2 * cos.shape[1], dtype, q_norm is not None
+    )
 
 
 def rope_kv_cache_update(
@@ -155,15 +170,10 @@ def rope_kv_cache_update(
     norm_weight_offset: float,
     interpret: Any = None,
 ) -> tuple[jax.Array, KVPages]:
-    """See `api.rope_kv_cache_update`; `qkv` is rounded to the pages' dtype first.
-
-    Raises `ValueError` for shapes that the kernel can't do (`Config`).
-    """
+    """See `api.rope_kv_cache_update`; `qkv` is rounded to the pages' dtype first. Raises as `config_for`."""
+    config = config_for(qkv, kv_pages, cos, q_norm)
     num_tokens, num_kv_heads, group, head_size = qkv.shape
     dtype = kv_pages[0].dtype
-    config = Config(
-        num_kv_heads, group - 2, head_size, 2 * cos.shape[1], dtype.name, q_norm is not None
-    )
     norms = () if q_norm is None else (q_norm, k_norm)
 
     def body(qkv_ref, cos_ref, sin_ref, slots_ref, *refs):
