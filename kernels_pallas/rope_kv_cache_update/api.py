@@ -51,9 +51,7 @@ def _log_once(message: str) -> None:
     logger.info(message)
 
 
-_by_platform = PlatformDispatch(
-    "rope_kv_cache_update", xla.rope_kv_cache_update, cuda=_on_cuda
-)
+_by_platform = PlatformDispatch("rope_kv_cache_update", xla.rope_kv_cache_update, cuda=_on_cuda)
 _BACKENDS = {
     "mosaic_gpu": _mosaic_gpu,
     "reference": reference.rope_kv_cache_update,

