@@ -2,5 +2,6 @@
 
 from kernels_pallas.kv_cache_update.api import kv_cache_update
 from kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
+from kernels_pallas.rope_kv_cache_update.api import rope_kv_cache_update
 
-__all__ = ["kv_cache_update", "ragged_paged_attention"]
+__all__ = ["kv_cache_update", "ragged_paged_attention", "rope_kv_cache_update"]

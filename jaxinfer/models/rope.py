@@ -17,13 +17,3 @@ def rotation(spec: RopeSpec, positions: jax.Array) -> Rotation:
     frequencies = np.asarray(spec.inverse_frequencies, np.float32)
     angles = positions[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * spec.attention_factor, jnp.sin(angles) * spec.attention_factor
-
-
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """[T, ..., H] float32 -> the same with the first D dimensions of each head rotated."""
-    half = rotation[0].shape[-1]
-    cos, sin = (r.reshape(r.shape[0], *(1,) * (x.ndim - 2), half) for r in rotation)
-    first, second, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin, unrotated], axis=-1
-    )
