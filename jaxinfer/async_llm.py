@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from jaxinfer.config import EngineArgs
-from jaxinfer.engine.client import ThreadClient
+from jaxinfer.engine.client import EngineCoreClient, ThreadClient
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
-from jaxinfer.engine_factory import Engine, build_engine
+from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
 from jaxinfer.frontend.output_processor import OutputProcessor
-from jaxinfer.frontend.processor import Prompt
+from jaxinfer.frontend.processor import PreparedRequest, Prompt
 from jaxinfer.frontend.request_state import RequestState
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxinfer.frontend.tokenizer import Tokenizer
+
+
+type Connect = Callable[[Callable[[EngineCoreOutputs], None]], EngineCoreClient]
+"""Makes a client that calls its argument, in whichever thread, with every step's outputs."""
+
+
+class Observer(Protocol):
+    """Hears of everything that happens, for metrics. Called in the event loop."""
+
+    def request_added(self, request: PreparedRequest) -> None: ...
+
+    def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
+        """Each output that a request's stream gets; the last one is `finished`, however the request ends."""
+        ...
+
+    def step(self, outputs: EngineCoreOutputs) -> None: ...
 
 
 class AsyncLLM:
@@ -36,19 +53,29 @@ class AsyncLLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
+        return cls.from_client(engine.frontend, partial(ThreadClient, engine.core))
+
+    @classmethod
+    def from_client(cls, frontend: EngineFrontend, connect: Connect) -> Self:
+        """Over a core that is reached by a client of any kind."""
         llm = cls.__new__(cls)
-        llm._start(engine)
+        llm._connect(frontend, connect)
         return llm
 
     def _start(self, engine: Engine) -> None:
-        self.config = engine.config
-        self._tokenizer = engine.tokenizer
-        self._processor = engine.processor
-        self._outputs = OutputProcessor(engine.token_text)
+        self._connect(engine.frontend, partial(ThreadClient, engine.core))
+
+    def _connect(self, frontend: EngineFrontend, connect: Connect) -> None:
+        self.config = frontend.config
+        self.processor = frontend.processor
+        self.token_text = frontend.token_text
+        self.observer: Observer | None = None
+        self._tokenizer = frontend.tokenizer
+        self._outputs = OutputProcessor(frontend.token_text)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived: deque[EngineCoreOutputs] = deque()
-        self._inboxes: set[_Inbox] = set()
-        self._client = ThreadClient(engine.core, self._on_outputs)
+        self._streams: set[RequestStream] = set()
+        self._client = connect(self._on_outputs)
 
     async def generate(
         self,
@@ -68,25 +95,50 @@ class AsyncLLM:
         Raises `ValueError` for a request that can't be run, `RequestFailedError` for one that fails on the way
         (every one does when the engine dies), and `EngineDeadError` when the engine had died before.
         """
-        prepared = self._processor.prepare(
+        stream = self.submit(
+            self.prepare(
+                prompt,
+                sampling_params,
+                request_id,
+                priority,
+                add_special_tokens=add_special_tokens,
+            )
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """The first half of `generate`: tokenized and checked (`ValueError`), not started. Thread-safe."""
+        return self.processor.prepare(
             prompt, sampling_params, request_id, priority, add_special_tokens
         )
+
+    def submit(self, prepared: PreparedRequest) -> RequestStream:
+        """The second half: start a request, from the event loop that reads its outputs. Raises `EngineDeadError`."""
         self._loop = asyncio.get_running_loop()
-        inbox = _Inbox(prepared.sampling_params.output_kind)
-        request = self._outputs.add(prepared, inbox.put)
-        self._inboxes.add(inbox)
+        stream = RequestStream(self, prepared)
+        if self.observer is not None:
+            self.observer.request_added(prepared)
+        self._streams.add(stream)
+        stream.state = self._outputs.add(prepared, stream.put)
         try:
             for core_request in prepared.core_requests:
                 self._client.add_request(core_request)
-            while True:
-                output = await inbox.get()
-                _raise_if_failed(output)
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._inboxes.discard(inbox)
-            self._abort([request])
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     async def abort(self, request_id: str) -> None:
         """End the requests with this id; their generators yield a last output with finish reason "abort"."""
@@ -131,25 +183,38 @@ class AsyncLLM:
     def _handle_outputs(self) -> None:
         while self._arrived:
             try:
-                to_abort = self._outputs.process(self._arrived.popleft())
+                outputs = self._arrived.popleft()
+                to_abort = self._outputs.process(outputs)
+                if self.observer is not None:
+                    self.observer.step(outputs)
             except Exception as error:  # nobody would hear of it, and everyone would wait
-                for inbox in self._inboxes:
-                    inbox.fail(error)
+                for stream in self._streams:
+                    stream.fail(error)
                 raise
             if to_abort:
                 self._client.abort_requests(to_abort)
 
 
-class _Inbox:
-    """What has come for one request and was not read yet, as one output."""
+class RequestStream:
+    """The outputs of one request, for `async for`. What has come and was not read yet is one output.
 
-    def __init__(self, kind: RequestOutputKind) -> None:
-        self._is_delta = kind is RequestOutputKind.DELTA
+    Raises `RequestFailedError` for a request that fails on the way. `close` when done, however it ends.
+    """
+
+    state: RequestState
+
+    def __init__(self, llm: AsyncLLM, request: PreparedRequest) -> None:
+        self.request = request
+        self._llm = llm
+        self._is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        self._is_read = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        if self._llm.observer is not None:
+            self._llm.observer.request_output(self.request, output)
         if self._is_delta and self._output is not None:
             self._output.add(output)
         else:
@@ -160,14 +225,26 @@ class _Inbox:
         self._error = error
         self._ready.set()
 
-    async def get(self) -> RequestOutput:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_read:
+            raise StopAsyncIteration
         await self._ready.wait()
         self._ready.clear()
         if self._error is not None:
             raise self._error
         output, self._output = self._output, None
         assert output is not None
+        self._is_read = output.finished
+        _raise_if_failed(output)
         return output
+
+    def close(self) -> None:
+        """Abort the request if it still runs."""
+        self._llm._streams.discard(self)
+        self._llm._abort([self.state])
 
 
 def _raise_if_failed(output: RequestOutput) -> None:

@@ -24,6 +24,16 @@ _GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFrontend:
+    """What stands before the core, wherever that runs."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    processor: Processor
+    token_text: TokenText
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """The parts that `LLM` and `AsyncLLM` share; each reaches the core through a client of its own."""
 
@@ -32,6 +42,10 @@ class Engine:
     tokenizer: Tokenizer
     processor: Processor
     token_text: TokenText
+
+    @property
+    def frontend(self) -> EngineFrontend:
+        return EngineFrontend(self.config, self.tokenizer, self.processor, self.token_text)
 
 
 def build_engine(args: EngineArgs) -> Engine:

@@ -45,6 +45,10 @@ class EngineCoreClient(Protocol):
         """Whether outputs are still to come."""
         ...
 
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` when the core has failed."""
+        ...
+
     def shutdown(self) -> None:
         """Stop the core and release the device. Unfinished requests are dropped."""
         ...
@@ -73,6 +77,9 @@ class InprocClient:
     def has_unfinished(self) -> bool:
         return self._core.has_unfinished()
 
+    def check_health(self) -> None:
+        self._core.check_alive()
+
     def shutdown(self) -> None:
         self._core.shutdown()
 
@@ -100,8 +107,7 @@ class ThreadClient:
     def add_request(self, request: EngineCoreRequest) -> None:
         self._core.check_request(request)
         with self._lock:
-            if self._dead is not None:
-                raise EngineDeadError("The engine core's thread has ended.") from self._dead
+            self._check_thread()
             if request.request_id in self._unfinished:
                 raise ValueError(f"request_id {request.request_id!r} is already in use.")
             self._unfinished.add(request.request_id)
@@ -119,6 +125,14 @@ class ThreadClient:
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
+
+    def check_health(self) -> None:
+        self._check_thread()
+        self._core.check_alive()
+
+    def _check_thread(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError("The engine core's thread has ended.") from self._dead
 
     def shutdown(self) -> None:
         """Waits for the step that is running."""

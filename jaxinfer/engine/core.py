@@ -46,7 +46,7 @@ class EngineCore:
 
     def check_request(self, message: EngineCoreRequest) -> None:
         """Raises `ValueError` for a request that can't be served, `EngineDeadError` when none can. Thread-safe."""
-        self._check_alive()
+        self.check_alive()
         check_request(message, self._config.model)
 
     def add_request(self, message: EngineCoreRequest) -> None:
@@ -75,7 +75,7 @@ class EngineCore:
         When anything in it raises, all requests end with an error, which the outputs say, and the core is dead: the
         next call raises `EngineDeadError`.
         """
-        self._check_alive()
+        self.check_alive()
         self._outputs = EngineCoreOutputs()
         try:
             self._step()
@@ -131,7 +131,8 @@ class EngineCore:
         self._in_flight.popleft()
         self._outputs = self.scheduler.update(step, result)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises `EngineDeadError` when a step has failed. Thread-safe."""
         if self._cause_of_death is not None:
             raise EngineDeadError(
                 f"The engine core has failed: {_text(self._cause_of_death)}"

@@ -74,12 +74,15 @@ class Processor:
         self._tokenizer = tokenizer
         generation_config = generation_config or {}
         self._eos_token_ids = _eos_token_ids(generation_config, tokenizer, config.vocab_size)
-        self._defaults = _sampling_defaults(generation_config) if use_generation_defaults else {}
+        self.sampling_defaults = (
+            _sampling_defaults(generation_config) if use_generation_defaults else {}
+        )
+        """By name, those that the checkpoint sets."""
         self._counter = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies when a caller passes no sampling parameters."""
-        return SamplingParams(**self._defaults)
+        return SamplingParams(**self.sampling_defaults)
 
     def prepare(
         self,

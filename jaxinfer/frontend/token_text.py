@@ -70,6 +70,12 @@ class TokenText:
         at_start = self._strips_first_space and not any(table[t] for t in context)
         return _ByteStream(table, context, at_start)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for, special tokens as they are spelt; it may be part of a character."""
+        if self._tables is None:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._tables[0][token_id]
+
 
 class _TokenBytes(dict[int, bytes]):
     """The bytes of each token, looked up when first needed (vocabularies are large, texts use little of them)."""
