@@ -69,6 +69,7 @@ class NoDevice:
             limits.max_num_batched_tokens, limits.max_num_seqs, config.max_blocks_per_seq
         )
         self.num_blocks = num_blocks
+        self.num_compilations = 0
         self.packing = 0.0
         self._batch = InputBatch(
             limits.max_num_seqs, config.max_blocks_per_seq, config.cache.block_size, ladder

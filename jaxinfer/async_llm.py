@@ -155,7 +155,16 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own, from its generation config."""
-        return self._processor.get_default_sampling_params()
+        return self.processor.get_default_sampling_params()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that are waited for."""
+        return self._outputs.num_unfinished
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` when the engine has failed."""
+        self._client.check_health()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         """The text of a conversation, for `generate` with `add_special_tokens=False`."""

@@ -44,6 +44,15 @@ class EngineCore:
         self._failed: list[FinishedRequest] = []
         self._cause_of_death: BaseException | None = None
 
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV cache, the padding block too."""
+        return self._executor.num_blocks
+
     def check_request(self, message: EngineCoreRequest) -> None:
         """Raises `ValueError` for a request that can't be served, `EngineDeadError` when none can. Thread-safe."""
         self.check_alive()
@@ -130,6 +139,8 @@ class EngineCore:
         result = handle.result()
         self._in_flight.popleft()
         self._outputs = self.scheduler.update(step, result)
+        if self._outputs.stats is not None:
+            self._outputs.stats.num_compilations = self._executor.num_compilations
 
     def check_alive(self) -> None:
         """Raises `EngineDeadError` when a step has failed. Thread-safe."""

@@ -119,6 +119,11 @@ class Executor(Protocol):
         """Size of the block pool, counting the padding block 0."""
         ...
 
+    @property
+    def num_compilations(self) -> int:
+        """Programs that were compiled since the executor was ready: requests had to wait for them."""
+        ...
+
     def execute_model(self, plan: StepPlan) -> None:
         """Launch the forward pass of `plan`."""
         ...

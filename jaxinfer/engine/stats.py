@@ -10,7 +10,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     `num_scheduled_tokens` are the step's, `num_preemptions` those since the step before it.
 
     Since then, too: `prefix_cache_queries` tokens of requests that were admitted for the first time and may read the
-    prefix cache, `prefix_cache_hits` of which were found there."""
+    prefix cache, `prefix_cache_hits` of which were found there. `num_compilations` are the executor's since it was
+    ready."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -19,3 +20,4 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_compilations: int = 0

@@ -135,6 +135,7 @@ class FakeExecutor:
     ) -> None:
         self.config = config
         self.num_blocks = num_blocks
+        self.num_compilations = 0
         self.next_token = next_token
         self.plans: list[StepPlan] = []
         self.masks: list[TokenMask | None] = []

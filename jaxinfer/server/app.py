@@ -1,0 +1,45 @@
+"""Puts the HTTP application together."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from jaxinfer.async_llm import AsyncLLM
+from jaxinfer.server import chat, completions, errors, middleware, status, tokens
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.serving import Serving
+from jaxinfer.server.settings import ServerSettings
+
+
+def build_app(llm: AsyncLLM, settings: ServerSettings, num_blocks: int) -> FastAPI:
+    """The application over an engine that runs, whose KV cache has `num_blocks` blocks. It leaves the engine's
+    shutdown to its caller."""
+    docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
+    app = FastAPI(title="jaxinfer", root_path=settings.root_path, redoc_url=None, **docs)
+    serving = Serving(llm, settings)
+    metrics = Metrics(serving.model, llm.config, num_blocks, lambda: llm.num_unfinished)
+    llm.observer = metrics
+    for router in (
+        completions.router(serving),
+        chat.router(serving),
+        tokens.router(serving),
+        status.router(serving, metrics),
+    ):
+        app.include_router(router)
+    errors.install(app)
+    # The last one added sees a request first.
+    app.add_middleware(middleware.ActiveRequests, serving=serving)
+    app.add_middleware(middleware.BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_key:
+        app.add_middleware(middleware.ApiKeys, keys=settings.api_key)
+    if settings.enable_request_id_headers:
+        app.add_middleware(middleware.RequestIds)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+    )
+    return app

@@ -1,0 +1,182 @@
+"""`POST /v1/chat/completions`: a conversation, written as a prompt by the chat template, and answered."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from jaxinfer.async_llm import RequestStream
+from jaxinfer.outputs import CompletionOutput, RequestOutput
+from jaxinfer.sampling_params import RequestOutputKind
+from jaxinfer.server.chat_prompt import chat_prompt
+from jaxinfer.server.errors import json_response
+from jaxinfer.server.logprobs import LogprobFormatter
+from jaxinfer.server.protocol.chat import ChatCompletionRequest
+from jaxinfer.server.serving import (
+    Serving,
+    close,
+    final_outputs,
+    now,
+    request_id,
+    until_disconnect,
+)
+from jaxinfer.server.streaming import Chunks, EventStream
+from jaxinfer.server.usage import Usage
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
+        serving.check_model(request.model)
+        call = _Call(serving, request, f"chatcmpl-{request_id(http, request)}")
+        stream = await call.start()
+        if request.stream:
+            return EventStream(call.chunks(stream), partial(close, [stream]))
+        outputs = await until_disconnect(http, lambda: final_outputs([stream]))
+        return (
+            Response(status_code=499) if outputs is None else json_response(call.body(outputs[0]))
+        )
+
+    return routes
+
+
+class _Call:
+    def __init__(self, serving: Serving, request: ChatCompletionRequest, id: str) -> None:
+        self._serving = serving
+        self._request = request
+        self._id = id
+        self._created = now()
+        self._logprobs = LogprobFormatter(
+            serving.llm.token_text, request.return_tokens_as_token_ids
+        )
+        last = request.messages[-1]
+        self._goes_on = not request.add_generation_prompt and isinstance(last.get("role"), str)
+        self._role = last["role"] if self._goes_on else serving.settings.response_role
+
+    async def start(self) -> RequestStream:
+        request, serving = self._request, self._serving
+        limit_name, limit = request.limit
+        if limit is None:
+            limit = serving.llm.processor.sampling_defaults.get("max_tokens")
+        params = serving.sampling_params(
+            request,
+            max_tokens=limit,
+            logprobs=request.num_logprobs,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        )
+        variables: dict[str, Any] = {}
+        if request.documents is not None:
+            variables["documents"] = request.documents
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        prepared = await serving.prepare(
+            request,
+            chat_prompt(serving, request, **variables),
+            params,
+            self._id,
+            add_special_tokens=request.add_special_tokens,
+            limit_name=limit_name,
+            prompt_field="messages",
+        )
+        self._usage = Usage(len(prepared.prompt_token_ids))
+        return serving.submit([prepared])[0]
+
+    def body(self, output: RequestOutput) -> dict[str, Any]:
+        self._usage.add(0, output)
+        body = self._head("chat.completion") | {
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "usage": self._usage.body(),
+        }
+        if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._serving.model,
+        }
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        choice = {
+            "index": completion.index,
+            "message": {
+                "role": self._role,
+                "content": self._echoed() + completion.text,
+                "refusal": None,
+            },
+        }
+        return choice | self._common(completion)
+
+    def _common(self, completion: CompletionOutput) -> dict[str, Any]:
+        num_top = self._request.num_logprobs
+        fields: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if num_top is not None and completion.logprobs is not None:
+            fields["logprobs"] = self._logprobs.chat(
+                completion.logprobs, completion.token_ids, num_top
+            )
+        if self._request.return_token_ids:
+            fields["token_ids"] = completion.token_ids
+        return fields
+
+    def _echoed(self) -> str:
+        """The message that the answer goes on with."""
+        if not (self._request.echo and self._goes_on):
+            return ""
+        return self._request.template_messages()[-1].get("content") or ""
+
+    async def chunks(self, stream: RequestStream) -> Chunks:
+        request, usage = self._request, self._usage
+        include_usage = request.include_usage or self._serving.settings.enable_force_include_usage
+        head = self._head("chat.completion.chunk") | ({"usage": None} if include_usage else {})
+        begun = False
+        async for output in stream:
+            if not begun:
+                begun = True
+                yield self._first_chunk(head, output)
+            usage.add(0, output)
+            choices = [
+                {
+                    "index": completion.index,
+                    "delta": {"content": completion.text} if completion.text else {},
+                    **self._common(completion),
+                }
+                for completion in output.outputs
+                if completion.text
+                or completion.finish_reason
+                or ((request.logprobs or request.return_token_ids) and completion.token_ids)
+            ]
+            if choices:
+                chunk = head | {"choices": choices}
+                yield chunk | {"usage": usage.body()} if request.continuous_usage else chunk
+        if include_usage:
+            yield head | {"choices": [], "usage": usage.body()}
+
+    def _first_chunk(self, head: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "delta": {"role": self._role, "content": self._echoed()},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            for index in range(self._request.n or 1)
+        ]
+        chunk = head | {"choices": choices}
+        if self._request.continuous_usage:
+            chunk["usage"] = self._usage.body()
+        if self._request.return_token_ids:
+            chunk["prompt_token_ids"] = output.prompt_token_ids
+        return chunk

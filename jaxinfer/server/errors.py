@@ -1,0 +1,138 @@
+"""Errors as OpenAI's clients expect them: a body with message, type, param and code."""
+
+from __future__ import annotations
+
+import logging
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.outputs import RequestFailedError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
+
+
+class BadRequest(ApiError):
+    """`param`: the field at fault, where one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, message, kind="invalid_request_error", param=param)
+
+
+def json_response(
+    body: Any, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )
+
+
+_NAME = re.compile(r"[a-z][a-z_]*")
+
+
+def from_value_error(error: ValueError, fields: Any) -> BadRequest:
+    """Messages of the engine begin with the name of the parameter at fault; `fields` are those of the request."""
+    match = _NAME.match(str(error))
+    name = match[0] if match else ""
+    name = {"prompt_token_ids": "prompt"}.get(name, name)
+    return BadRequest(str(error), param=name if name in fields else None)
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What to tell a client of anything that is raised while a request is served."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), kind="service_unavailable")
+    if isinstance(error, RequestFailedError):
+        message = "; ".join(error.failures.values())
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, kind="internal_server_error")
+    if isinstance(error, ValueError):
+        return BadRequest(str(error))
+    logger.error("A request failed.", exc_info=error)
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "The server failed to handle this request.",
+        kind="internal_server_error",
+    )
+
+
+def install(app: FastAPI) -> None:
+    async def known(_: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _validation_error(error).response()
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = HTTPStatus(error.status_code)
+        return ApiError(
+            status,
+            str(error.detail),
+            kind=_KINDS.get(status, "invalid_request_error"),
+            headers=dict(error.headers or {}),
+        ).response()
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    for kind in (ApiError, EngineDeadError, RequestFailedError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(Exception, known)
+
+
+_KINDS = {
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "internal_server_error",
+}
+
+
+def _validation_error(error: RequestValidationError) -> BadRequest:
+    """Names the field, and of a union's complaints gives the first."""
+    first = error.errors()[0]
+    path = [part for part in first.get("loc", ()) if part != "body"]
+    if first.get("type") == "json_invalid":
+        return BadRequest(f"The body is no valid JSON: {first.get('ctx', {}).get('error', '')}.")
+    names = [str(part) for part in path if isinstance(part, int) or _NAME.fullmatch(str(part))]
+    where = ".".join(names)
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return BadRequest(message, param=names[0] if names else None)

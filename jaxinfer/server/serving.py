@@ -1,0 +1,223 @@
+"""What all endpoints that generate share: from a request's prompt and parameters to running streams and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+
+from jaxinfer.async_llm import AsyncLLM, RequestStream
+from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.errors import ApiError, BadRequest, from_value_error
+from jaxinfer.server.protocol.common import GenerationRequest
+from jaxinfer.server.settings import ServerSettings
+
+_THREAD_ABOVE_CHARS = 16_384
+"""Longer texts are tokenized outside of the event loop, where they would hold up every stream."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """`num_active` HTTP requests are being answered."""
+
+    llm: AsyncLLM
+    settings: ServerSettings
+    num_active: int = 0
+
+    @property
+    def model(self) -> str:
+        return self.settings.served_model_name[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.config.model.max_model_len
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.settings.served_model_name:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"The model `{name}` does not exist. This server has `{self.model}`.",
+                kind="not_found_error",
+                param="model",
+            )
+
+    def sampling_params(self, request: GenerationRequest, **more: Any) -> SamplingParams:
+        try:
+            return request.sampling_params(self.llm.processor.sampling_defaults, **more)
+        except ValueError as error:
+            raise self.explain(error, request) from error
+
+    def explain(
+        self, error: ValueError, request: GenerationRequest, prompt_field: str = "prompt"
+    ) -> BadRequest:
+        """What the engine refused, by the name that the field has in the request."""
+        known = from_value_error(error, type(request).model_fields)
+        if known.param == "prompt" or str(error).startswith("The prompt"):
+            known.param = prompt_field
+        elif known.param == "logprobs" and prompt_field == "messages":
+            known.param = "top_logprobs"
+        return known
+
+    async def prepare(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        add_special_tokens: bool,
+        limit_name: str,
+        prompt_field: str,
+    ) -> PreparedRequest:
+        """Raises `BadRequest` for what the engine can't do, and for an output limit that doesn't fit the context."""
+        is_long = isinstance(prompt, str) and len(prompt) > _THREAD_ABOVE_CHARS
+
+        def work() -> PreparedRequest:
+            return self.llm.prepare(
+                self._prompt(request, prompt, params, add_special_tokens),
+                params,
+                request_id,
+                request.priority,
+            )
+
+        try:
+            prepared = await asyncio.to_thread(work) if is_long else work()
+        except ValueError as error:
+            raise self.explain(error, request, prompt_field) from error
+        num_prompt = len(prepared.prompt_token_ids)
+        if getattr(request, limit_name) and getattr(request, limit_name) + num_prompt > (
+            self.max_model_len
+        ):
+            raise BadRequest(
+                f"{limit_name} is too large: {getattr(request, limit_name)}. The context holds {self.max_model_len} "
+                f"tokens, and the prompt has {num_prompt} of them.",
+                param=limit_name,
+            )
+        return prepared
+
+    def _prompt(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        params: SamplingParams,
+        add_special_tokens: bool,
+    ) -> Any:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("prompt must not be empty.")
+            ids = self.llm.get_tokenizer().encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = prompt
+        keep = request.truncate_prompt_tokens
+        if keep is not None:
+            if keep == -1:
+                keep = self.max_model_len - (params.max_tokens or 1)
+            if keep < 1:
+                raise ValueError(f"truncate_prompt_tokens must be at least 1, got {keep}.")
+            if len(ids) > keep:
+                ids = ids[:keep] if request.truncation_side == "right" else ids[-keep:]
+        made: dict[str, Any] = {"prompt_token_ids": ids}
+        if isinstance(prompt, str):
+            made["prompt"] = prompt
+        if request.cache_salt is not None:
+            made["cache_salt"] = request.cache_salt
+        return made
+
+    def submit(self, prepared: Sequence[PreparedRequest]) -> list[RequestStream]:
+        """Start all of them, or none."""
+        self._check_queue(sum(len(p.core_requests) for p in prepared))
+        streams: list[RequestStream] = []
+        try:
+            for request in prepared:
+                streams.append(self.llm.submit(request))
+        except BaseException:
+            close(streams)
+            raise
+        return streams
+
+    def _check_queue(self, num_new: int) -> None:
+        limit = self.settings.max_num_queued_reqs
+        if limit is None:
+            return
+        running = self.llm.config.scheduler.max_num_seqs
+        if self.llm.num_unfinished + num_new > running + limit:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"The queue is full: at most {limit} completions may wait.",
+                kind="service_unavailable",
+                headers={"Retry-After": "1"},
+            )
+
+
+def close(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def request_id(http: Request, request: GenerationRequest) -> str:
+    """The client's, or a new one."""
+    return request.request_id or http.headers.get("x-request-id") or uuid4().hex
+
+
+def now() -> int:
+    return int(time.time())
+
+
+async def final_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """Of FINAL_ONLY requests. They run at once, whichever is waited for first."""
+    try:
+        return [await anext(stream) for stream in streams]
+    finally:
+        close(streams)
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """All outputs as they come, with the index of their stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+
+    def start(index: int) -> asyncio.Task[RequestOutput]:
+        return asyncio.ensure_future(anext(streams[index]))  # type: ignore[arg-type]
+
+    waiting = {start(i): i for i in range(len(streams))}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                output = task.result()
+                if not output.finished:
+                    waiting[start(index)] = index
+                yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def until_disconnect[T](http: Request, work: Callable[[], Awaitable[T]]) -> T | None:
+    """The result, or None when the client left first, whereupon the work is cancelled."""
+    working = asyncio.ensure_future(work())
+    leaving = asyncio.ensure_future(disconnected(http.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+
+
+async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
