@@ -53,21 +53,42 @@ def build_engine(args: EngineArgs) -> Engine:
 
     Raises `ValueError` for a model that can't be found, read or run, and for arguments that don't fit it.
     """
-    files = _resolve(args, args.model)
-    tokenizer_files = files if args.tokenizer is None else _resolve(args, args.tokenizer)
+    files = model_files(args)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
         # Much of its work is Rust and needs no GIL, while importing JAX and reading weights leave a core idle.
-        loading = pool.submit(Tokenizer.load, tokenizer_files)
+        loading = pool.submit(load_tokenizer, args, files)
         reader = open_checkpoint(files)
         config, core = _build_core(args, reader)
         tokenizer = loading.result()
+    frontend = build_frontend(args, config, tokenizer, reader)
+    return Engine(config, core, tokenizer, frontend.processor, frontend.token_text)
+
+
+def build_core(args: EngineArgs) -> EngineCore:
+    """The part that needs JAX and the device. Raises as `build_engine`."""
+    return _build_core(args, open_checkpoint(model_files(args)))[1]
+
+
+def build_frontend(
+    args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, reader: CheckpointReader
+) -> EngineFrontend:
+    """The part that needs neither."""
     processor = Processor(
         config.model,
         tokenizer,
         generation_config(args.generation_config, reader),
         use_generation_defaults=args.generation_config != "vllm",
     )
-    return Engine(config, core, tokenizer, processor, TokenText(tokenizer))
+    return EngineFrontend(config, tokenizer, processor, TokenText(tokenizer))
+
+
+def model_files(args: EngineArgs) -> ModelFiles:
+    return _resolve(args, args.model)
+
+
+def load_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer:
+    """The one that was asked for, or that of the model's `files`."""
+    return Tokenizer.load(files if args.tokenizer is None else _resolve(args, args.tokenizer))
 
 
 def generation_config(choice: str, reader: CheckpointReader) -> dict[str, Any] | None:
