@@ -109,7 +109,13 @@ class Tokenizer:
         (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises `ValueError` for a string that no bytes stand for: it holds half of a surrogate pair."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            if not isinstance(text, str):
+                raise
+            raise ValueError("prompt holds a lone surrogate, which is no character.") from error
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from http import HTTPStatus
@@ -57,12 +58,20 @@ class BadRequest(ApiError):
         super().__init__(HTTPStatus.BAD_REQUEST, message, kind="invalid_request_error", param=param)
 
 
+_encoder = msgspec.json.Encoder()
+
+
+def encode_json(body: Any) -> bytes:
+    try:
+        return _encoder.encode(body)
+    except UnicodeEncodeError:  # a client's lone surrogate, sent back to it
+        return json.dumps(body).encode()
+
+
 def json_response(
     body: Any, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None
 ) -> Response:
-    return Response(
-        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
-    )
+    return Response(encode_json(body), status, headers=headers, media_type="application/json")
 
 
 _NAME = re.compile(r"[a-z][a-z_]*")

@@ -7,17 +7,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.server.errors import to_api_error
+from jaxinfer.server.errors import encode_json, to_api_error
 from jaxinfer.server.serving import disconnected
 
 type Chunks = AsyncGenerator[dict[str, Any]]
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_encode = msgspec.json.Encoder().encode
 
 
 class EventStream(Response):
@@ -60,11 +58,11 @@ class EventStream(Response):
         async with aclosing(self._chunks):
             try:
                 async for chunk in self._chunks:
-                    await _send_event(send, _encode(chunk))
+                    await _send_event(send, encode_json(chunk))
             except OSError:  # the client has left
                 raise
             except Exception as error:
-                await _send_event(send, _encode(to_api_error(error).body))
+                await _send_event(send, encode_json(to_api_error(error).body))
         await _send_event(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

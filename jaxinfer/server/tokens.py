@@ -27,7 +27,10 @@ def router(serving: Serving) -> APIRouter:
             text = chat_prompt(serving, request)
         else:
             text = request.prompt
-        ids = tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+        except ValueError as error:
+            raise BadRequest(str(error), param="prompt") from error
         body: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": serving.max_model_len,

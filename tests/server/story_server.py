@@ -32,7 +32,8 @@ class StoryServer:
     executor: FakeExecutor
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        return await self.http.post(path, json=body)
+        headers = {"content-type": "application/json"}
+        return await self.http.post(path, content=json.dumps(body), headers=headers)
 
     async def ok(self, path: str, **body: Any) -> dict[str, Any]:
         response = await self.post(path, **body)
