@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -39,7 +38,9 @@ def run_core(
 
 
 def _exit_with_parent() -> NoReturn:
-    sys.stdin.buffer.read()
+    # Not by way of `sys.stdin`, whose lock the interpreter wants when it exits.
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 

@@ -1,0 +1,53 @@
+"""A process that serves the fake device's core, run as `python fake_core_main.py NEXT_TOKEN INBOX OUTBOX`.
+
+NEXT_TOKEN: "hash", "story" (what `tests.frontend.story_engine` tells), "slow" (the same, 5 ms a step), or what goes
+wrong: "refuse" (bad input while building), "fail" (any other error while building), "break" (a step fails), "exit"
+(the process exits while building).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from jaxinfer.config import EngineArgs
+from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.core_process import run_core
+from tests.engine.fake_executor import FakeExecutor, hashed_token, make_config
+
+
+def build(kind: str, args: EngineArgs) -> EngineCore:
+    if kind == "refuse":
+        raise ValueError(f"model: there is no {args.model}.")
+    if kind == "fail":
+        raise RuntimeError("no device")
+    if kind == "exit":
+        os._exit(7)
+    config = make_config(
+        max_model_len=args.max_model_len or 32, max_num_seqs=args.max_num_seqs or 4, budget=32
+    )
+    return EngineCore(config, FakeExecutor(config, 400, _next_token(kind)))
+
+
+def _next_token(kind: str):
+    if kind == "hash":
+        return hashed_token
+    if kind == "break":
+        return lambda context: 1 // 0
+    from tests.frontend.story_engine import tell
+
+    def tell_slowly(context: Sequence[int]) -> int:
+        time.sleep(0.005)
+        return tell(context)
+
+    return tell_slowly if kind == "slow" else tell
+
+
+if __name__ == "__main__":
+    kind, inbox, outbox = sys.argv[1:]
+    sys.exit(run_core(inbox, outbox, lambda args: build(kind, args)))

@@ -1,0 +1,203 @@
+"""The engine core in another process: the same tokens, and an end that is noticed."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxinfer.config import EngineArgs
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.engine.ipc import Add, FromCore, Outputs, Ready, Start, ToCore
+from jaxinfer.engine.messages import (
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+    RequestTimes,
+    TokenLogprobs,
+)
+from jaxinfer.engine.process_client import CoreProcess, ProcessClient
+from jaxinfer.engine.stats import SchedulerStats
+from tests.engine.fake_executor import Collected, alone, make_config, make_request
+
+LIMIT = 30.0
+"""Seconds after which a test that waits for the other process gives up."""
+MAIN = Path(__file__).with_name("fake_core_main.py")
+
+
+def command(kind: str) -> list[str]:
+    return [sys.executable, str(MAIN), kind]
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[tuple[ProcessClient, queue.SimpleQueue[EngineCoreOutputs], CoreProcess]]:
+    """One process for all tests that leave it alive."""
+    process = CoreProcess(command("hash"), EngineArgs("fake", max_num_seqs=3))
+    outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
+    ready = process.wait_ready()
+    assert ready.num_blocks == 400 and ready.config == make_config(max_num_seqs=3, budget=32)
+    client = ProcessClient(process, ready, outputs.put)
+    yield client, outputs, process
+    client.shutdown()
+    assert not process_exists(process.pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.add_request(make_request("late"))
+
+
+def process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def collect(outputs: queue.SimpleQueue[EngineCoreOutputs], num_ends: int) -> Collected:
+    collected = Collected()
+    while len(collected.ends) < num_ends:
+        collected.add(outputs.get(timeout=LIMIT))
+    return collected
+
+
+def test_tokens_and_ends_are_those_of_a_core_in_this_process(core):
+    client, outputs, _ = core
+    requests = [
+        make_request(f"r{i}", i + 1, max_tokens=3 + i, stop_token_ids=[i], logit_bias={i: 0.5})
+        for i in range(12)
+    ]
+    for request in requests:
+        client.add_request(request)
+    collected = collect(outputs, len(requests))
+    for request in requests:
+        expected_tokens, expected_end = alone(request)
+        assert collected.tokens[request.request_id] == expected_tokens
+        assert collected.ends[request.request_id] == expected_end
+    assert not client.has_unfinished()
+    stats = collected.outputs[-1].stats
+    assert stats is not None and (stats.num_running, stats.kv_cache_usage) == (0, 0)
+    # A batch that stays the same keeps its list, which spares the reader the lookups.
+    lists = {id(o.request_ids) for o in collected.outputs if o.request_ids}
+    assert len(lists) < sum(1 for o in collected.outputs if o.request_ids)
+
+
+def test_aborts_arrive_and_ids_are_free_again(core):
+    client, outputs, _ = core
+    client.add_request(make_request("a", max_tokens=25))
+    with pytest.raises(ValueError, match="'a' is already in use"):
+        client.add_request(make_request("a"))
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        client.add_request(make_request("b", []))
+    client.abort_requests(["a", "unknown"])
+    assert not client.has_unfinished()
+    second = make_request("c", max_tokens=2)
+    client.add_request(second)
+    collected = Collected()
+    while "c" not in collected.ends:
+        collected.add(outputs.get(timeout=LIMIT))
+    assert collected.tokens["c"] == alone(second)[0]
+    client.check_health()
+
+
+def test_a_killed_core_ends_every_request_within_two_seconds():
+    process = CoreProcess(command("slow"), EngineArgs("fake", max_model_len=1500))
+    outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
+    client = ProcessClient(process, process.wait_ready(), outputs.put)
+    for i in range(6):
+        client.add_request(make_request(str(i), 3))
+    outputs.get(timeout=LIMIT)
+    start = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    ends = collect(outputs, 6).ends
+    assert time.monotonic() - start < 2
+    for reason, text in ends.values():
+        assert reason is FinishReason.ERROR and "killed by signal 9" in str(text)
+    for call in (client.check_health, lambda: client.add_request(make_request("late"))):
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            call()
+    assert not client.has_unfinished()
+    client.abort_requests(["0"])
+    client.shutdown()
+
+
+def test_a_failing_step_is_told_and_ends_the_process():
+    process = CoreProcess(command("break"), EngineArgs("fake"))
+    outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
+    client = ProcessClient(process, process.wait_ready(), outputs.put)
+    client.add_request(make_request("a"))
+    reason, text = collect(outputs, 1).ends["a"]
+    assert reason is FinishReason.ERROR and "ZeroDivisionError" in str(text)
+    client._thread.join(LIMIT)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        client.check_health()
+    client.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("refuse", ValueError, "^model: there is no nothing.$"),
+        ("fail", EngineDeadError, "RuntimeError: no device"),
+        ("exit", EngineDeadError, r"exited \(7\)"),
+    ],
+)
+def test_a_core_that_cannot_start_says_why(kind, error, text):
+    process = CoreProcess(command(kind), EngineArgs("nothing"))
+    with pytest.raises(error, match=text):
+        process.wait_ready()
+    assert not process_exists(process.pid)
+    process.kill()
+
+
+def test_the_core_ends_with_its_parent():
+    code = (
+        "import sys, os\n"
+        "from jaxinfer.config import EngineArgs\n"
+        "from jaxinfer.engine.process_client import CoreProcess\n"
+        "core = CoreProcess(sys.argv[1:], EngineArgs('fake'))\n"
+        "core.wait_ready()\n"
+        "print(core.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command("hash")],
+        cwd=MAIN.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    pid = int(done.stdout)
+    end = time.monotonic() + LIMIT
+    while process_exists(pid):
+        assert time.monotonic() < end
+
+
+def test_messages_survive_the_wire():
+    request = make_request("a", 3, logit_bias={3: 1.5}, stop=["x"], seed=7, bad_words=["y"])
+    outputs = EngineCoreOutputs(
+        ["a"],
+        [5],
+        [1],
+        {0: TokenLogprobs([5, 6], [-0.5, -1.0], 1)},
+        {"a": [TokenLogprobs([1], [-2.0], 4)]},
+        [FinishedRequest("a", FinishReason.STOP, 5)],
+        [RequestTimes("a", 1.5)],
+        2.5,
+        SchedulerStats(1, 2, 0.5, 3, 4, 5),
+    )
+    args = EngineArgs("m", hf_overrides={"a": [1, {"b": None}]}, max_num_seqs=3)
+    for kind, message in (
+        (ToCore, Start(args)),
+        (ToCore, Add(request)),
+        (FromCore, Ready(make_config(), 9)),
+        (FromCore, Outputs(outputs, same_ids=True)),
+    ):
+        data = msgspec.msgpack.encode(message)
+        assert msgspec.msgpack.decode(data, type=kind) == message
