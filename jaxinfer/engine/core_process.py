@@ -29,7 +29,9 @@ def run_core(
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(inbox_address)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)
+    inbox.bind(inbox_address)
     outbox.connect(outbox_address)
     try:
         return _CoreLoop(inbox, outbox).run(build)

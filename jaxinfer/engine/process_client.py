@@ -41,10 +41,12 @@ class CoreProcess:
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._to_core = self._context.socket(zmq.PUSH)
         self._from_core = self._context.socket(zmq.PULL)
-        for socket, address in ((self._to_core, inbox), (self._from_core, outbox)):
+        for socket in (self._to_core, self._from_core):
             # Nothing may be lost or block: the scheduler's queue is where requests wait.
             socket.set_hwm(0)
-            socket.bind(address)
+        self._from_core.bind(outbox)
+        # The side that connects can send at once, and after the other one's death; one that binds would block.
+        self._to_core.connect(inbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()

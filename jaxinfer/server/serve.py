@@ -33,8 +33,8 @@ def serve(
         engine = start_remote_engine(args, command)
         llm = AsyncLLM.from_client(engine.frontend, engine.connect)
         try:
-            server = _Server(_uvicorn_config(llm, engine, settings, listen))
-            _announce(engine, settings, listen, bound)
+            ready = _ready_line(engine, settings, listen, bound)
+            server = _Server(_uvicorn_config(llm, engine, settings, listen), ready)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve([bound]))
         finally:
@@ -45,7 +45,14 @@ def serve(
 class _Server(uvicorn.Server):
     """uvicorn's raises the signal again once it has shut down, which would end the process before the engine has."""
 
-    last_signal: int | None = None
+    def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
+        super().__init__(config)
+        self._ready_line = ready_line
+        self.last_signal: int | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("%s", self._ready_line)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,19 +106,15 @@ def _uvicorn_config(
     )
 
 
-def _announce(
+def _ready_line(
     engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs, bound: socket.socket
-) -> None:
-    config = engine.frontend.config
-    num_tokens = (engine.num_blocks - 1) * config.cache.block_size
+) -> str:
+    model, cache = engine.frontend.config.model, engine.frontend.config.cache
+    num_tokens = (engine.num_blocks - 1) * cache.block_size
     scheme = "https" if listen.ssl_certfile else "http"
     where = listen.uds or f"{scheme}://{listen.host}:{bound.getsockname()[1]}"
-    logger.info(
-        "%s is ready at %s: KV cache of %d blocks of %d tokens, room for %.1f requests of %d tokens",
-        settings.served_model_name[0],
-        where,
-        engine.num_blocks,
-        config.cache.block_size,
-        num_tokens / config.model.max_model_len,
-        config.model.max_model_len,
+    return (
+        f"{settings.served_model_name[0]} is ready at {where}: KV cache of {engine.num_blocks} blocks of "
+        f"{cache.block_size} tokens, room for {num_tokens / model.max_model_len:.1f} requests of "
+        f"{model.max_model_len} tokens."
     )
