@@ -166,6 +166,11 @@ class AsyncLLM:
         """Raises `EngineDeadError` when the engine has failed."""
         self._client.check_health()
 
+    def reconnect(self, connect: Connect) -> None:
+        """Go on with another core of the same configuration; nothing may be unfinished at the old one."""
+        self._client.shutdown()
+        self._client = connect(self._on_outputs)
+
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         """The text of a conversation, for `generate` with `add_special_tokens=False`."""
         return self._tokenizer.apply_chat_template(messages, **kwargs)

@@ -52,5 +52,6 @@ def start_remote_engine(args: EngineArgs, command: Sequence[str]) -> RemoteEngin
         frontend = build_frontend(args, ready.config, tokenizer, open_checkpoint(files))
     except BaseException:
         process.kill()
+        process.close()
         raise
     return RemoteEngine(frontend, process, ready)

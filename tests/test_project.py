@@ -96,7 +96,14 @@ def test_nothing_machine_specific_is_tracked():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/architecture.md", "docs/benchmarks.md", "docs/prefix_caching.md"]
+    "page",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/benchmarks.md",
+        "docs/prefix_caching.md",
+        "docs/serving.md",
+    ],
 )
 def test_documents_name_files_that_exist(page):
     text = (REPOSITORY / page).read_text()

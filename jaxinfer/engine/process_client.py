@@ -60,7 +60,8 @@ class CoreProcess:
         return self._process.pid
 
     def wait_ready(self) -> Ready:
-        """Raises `ValueError` for arguments or a model that can't be run, `EngineDeadError` for any other end."""
+        """Raises `ValueError` for arguments or a model that can't be run, `EngineDeadError` for any other end; both
+        leave the process closed."""
         message = self.receive()
         if isinstance(message, Ready):
             return message
@@ -111,10 +112,9 @@ class CoreProcess:
                 self._process.wait()
 
     def kill(self) -> None:
-        """End it at once, and release the sockets."""
+        """End it at once; whoever waits for a message hears that it has ended. `close` releases the rest."""
         self._process.kill()
         self._process.wait()
-        self.close()
 
     def close(self) -> None:
         """End the process and release the sockets. After the thread that receives has ended."""

@@ -29,6 +29,7 @@ class ListenArgs:
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
     shutdown_timeout: int = 30
+    restart_engine: bool = False
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +65,12 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         default=default.shutdown_timeout,
         metavar="SECONDS",
         help="for running requests to finish after SIGTERM (default: %(default)s)",
+    )
+
+    listen.add_argument(
+        "--restart-engine",
+        action="store_true",
+        help="start a new engine core when one dies; without, /health stays 503",
     )
 
     chat = parser.add_argument_group("chat")

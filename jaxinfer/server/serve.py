@@ -7,8 +7,10 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -17,6 +19,7 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.remote_core import RemoteEngine, start_remote_engine
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
+from jaxinfer.server.restart import restart_when_dead
 from jaxinfer.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ def serve(
         try:
             ready = _ready_line(engine, settings, listen, bound)
             server = _Server(_uvicorn_config(llm, engine, settings, listen), ready)
+            if listen.restart_engine:
+                server.background.append(partial(restart_when_dead, llm, args, command))
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve([bound]))
         finally:
@@ -49,10 +54,18 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._ready_line = ready_line
         self.last_signal: int | None = None
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._tasks = [asyncio.create_task(work()) for work in self.background]
         logger.info("%s", self._ready_line)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -153,7 +153,7 @@ def test_a_core_that_cannot_start_says_why(kind, error, text):
     with pytest.raises(error, match=text):
         process.wait_ready()
     assert not process_exists(process.pid)
-    process.kill()
+    process.close()
 
 
 def test_the_core_ends_with_its_parent():

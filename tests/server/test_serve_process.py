@@ -144,6 +144,26 @@ def test_a_killed_core_fails_what_runs_and_turns_health_to_503(model_dir):
         assert server.stop() == 0
 
 
+def test_a_new_core_takes_over(model_dir):
+    with story("story", model_dir, "--restart-engine") as server:
+
+        async def use():
+            async with client(server) as http:
+                old = server.core_pid
+                os.kill(old, signal.SIGKILL)
+                end = time.monotonic() + 30
+                statuses = set()
+                while 200 not in statuses or 503 not in statuses:
+                    assert time.monotonic() < end
+                    status = (await http.get("/health")).status_code
+                    statuses = {status} if status == 503 else statuses | {status}
+                assert server.core_pid != old
+                return (await http.post(TEXT, json=dict(prompt="once", max_tokens=5))).json()
+
+        assert asyncio.run(use())["choices"][0]["text"] == continuation(4, 5)
+        assert server.stop() == 0
+
+
 def test_a_client_that_hangs_up_is_aborted(model_dir):
     with story("slow", model_dir) as server:
 

@@ -1,0 +1,175 @@
+"""The official client against a server process with SmolLM2: real weights, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.server.server_process import ServerProcess, server_process
+
+pytestmark = pytest.mark.real
+
+MODEL = "smol"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = dict(model=MODEL, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path) -> Iterator[ServerProcess]:
+    limits = [
+        "--max-num-seqs",
+        "4",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-model-len",
+        "256",
+        "--warmup",
+        "lazy",
+    ]
+    names = f"--served-model-name {MODEL} --api-key secret".split()
+    with server_process(
+        ["-m", "jaxinfer", "serve", str(smollm2_gguf), "--port", "0", *limits, *names]
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=300)
+
+
+def test_models(client: openai.OpenAI):
+    [model] = client.models.list().data
+    assert model.id == MODEL and client.models.retrieve(MODEL).id == MODEL
+
+
+def test_completion_streamed_and_whole(client: openai.OpenAI):
+    fields = dict(prompt="The capital of France is", max_tokens=12, **GREEDY)
+    whole = client.completions.create(**fields, logprobs=2)
+    [choice] = whole.choices
+    assert "Paris" in choice.text and choice.finish_reason == "length"
+    assert whole.usage is not None and whole.usage.completion_tokens == 12
+    logprobs = choice.logprobs
+    assert logprobs is not None and "".join(logprobs.tokens) == choice.text
+    for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert (
+            value == max(top.values())
+            and len(top) == 2
+            and sum(map(math.exp, top.values())) <= 1.001
+        )
+    chunks = list(
+        client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == choice.text
+    assert chunks[-1].usage == whole.usage
+
+
+def test_several_prompts_and_seeded_samples(client: openai.OpenAI):
+    fields = dict(model=MODEL, prompt=["Once upon a time", "def f(x):"], n=2, max_tokens=6, seed=5)
+    first, second = (client.completions.create(**fields) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices] and len(set(texts)) == 4
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+
+
+def test_scoring_a_prompt(client: openai.OpenAI):
+    [choice] = client.completions.create(
+        **GREEDY, prompt="The capital of France is Paris", max_tokens=0, echo=True, logprobs=1
+    ).choices
+    assert choice.text == "The capital of France is Paris" and choice.logprobs is not None
+    values = choice.logprobs.token_logprobs
+    assert values[0] is None and all(value < 0 for value in values[1:])
+    assert choice.logprobs.text_offset[-1] == choice.text.index(" Paris")
+
+
+def test_chat_streamed_and_whole(client: openai.OpenAI):
+    fields = dict(messages=QUESTION, max_completion_tokens=40, **GREEDY)
+    whole = client.chat.completions.create(**fields, logprobs=True, top_logprobs=3)
+    [choice] = whole.choices
+    content = choice.message.content
+    assert choice.message.role == "assistant" and content and "Paris" in content
+    assert choice.finish_reason == "stop" and choice.logprobs is not None
+    entries = choice.logprobs.content
+    assert entries is not None and len(entries) == whole.usage.completion_tokens
+    assert b"".join(bytes(e.bytes) for e in entries).decode().startswith(content)
+    assert all(entry.top_logprobs[0].token == entry.token for entry in entries)
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(**fields, stream=True)]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == content
+
+
+def test_the_clients_stream_helper(client: openai.OpenAI):
+    with client.chat.completions.stream(
+        messages=QUESTION, max_completion_tokens=40, **GREEDY
+    ) as stream:
+        stream.until_done()
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop"
+    assert "Paris" in (final.choices[0].message.content or "")
+
+
+def test_vllm_extras_through_extra_body(client: openai.OpenAI):
+    answer = client.chat.completions.create(
+        messages=QUESTION,
+        max_tokens=5,
+        extra_body={"top_k": 1, "min_tokens": 5, "return_token_ids": True},
+        model=MODEL,
+    )
+    assert len(answer.choices[0].model_extra["token_ids"]) == 5
+    assert answer.model_extra["prompt_token_ids"]
+
+
+def test_errors_are_the_clients_own(server: ServerProcess, client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="x", **GREEDY | dict(temperature=-1))
+    assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="prompt has"):
+        client.completions.create(prompt="word " * 300, **GREEDY)
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="guess", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_concurrent_answers_are_those_given_alone(server: ServerProcess, client: openai.OpenAI):
+    prompts = ["One, two, three,", "The sky is", "Water boils at", "A dog is", "Paris is", "I am"]
+    fields = dict(max_tokens=8, **GREEDY)
+    alone = [client.completions.create(prompt=p, **fields).choices[0].text for p in prompts]
+
+    async def all_at_once() -> list[str]:
+        many = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
+        async with many:
+            found = await asyncio.gather(
+                *(many.completions.create(prompt=p, **fields) for p in prompts)
+            )
+        return [answer.choices[0].text for answer in found]
+
+    assert asyncio.run(all_at_once()) == alone
+
+
+def test_zz_a_killed_core_is_an_api_error(server: ServerProcess, client: openai.OpenAI):
+    """The last test: it takes the engine away."""
+    stream = client.completions.create(
+        prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    )
+    next(iter(stream))
+    os.kill(server.core_pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(openai.APIError, match="killed by signal 9"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - killed < 2
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(prompt="x", **GREEDY)
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert server.stop() == 0
