@@ -126,7 +126,11 @@ class AsyncLLM:
 
     def submit(self, prepared: PreparedRequest) -> RequestStream:
         """The second half: start a request, from the event loop that reads its outputs. Raises `EngineDeadError`."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            # The loop before may have closed with outputs that nobody has handled.
+            loop.call_soon(self._handle_outputs)
         stream = RequestStream(self, prepared)
         if self.observer is not None:
             self.observer.request_added(prepared)

@@ -212,6 +212,17 @@ def test_api_keys_guard_v1_and_nothing_else():
     run(use, dict(api_key=("first", "second")))
 
 
+def test_api_keys_guard_v1_under_a_root_path_too():
+    async def use(server: StoryServer):
+        for path in ("/v1/models", "/api/v1/models", "/api/v1/models/story"):
+            assert (await server.http.get(path)).status_code == 401
+            response = await server.http.get(path, headers={"authorization": "Bearer k"})
+            assert response.status_code == 200
+        assert (await server.http.get("/api/health")).status_code == 200
+
+    run(use, dict(api_key=("k",), root_path="/api"))
+
+
 def test_a_dead_engine_is_unavailable():
     async def use(server: StoryServer):
         server.executor.is_invalid = lambda context: 1 // 0 == 0
