@@ -16,7 +16,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, num_blocks: int) -> FastA
     """The application over an engine that runs, whose KV cache has `num_blocks` blocks. It leaves the engine's
     shutdown to its caller."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
-    app = FastAPI(title="jaxinfer", root_path=settings.root_path, redoc_url=None, **docs)
+    app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = Serving(llm, settings)
     metrics = Metrics(serving.model, llm.config, num_blocks, lambda: llm.num_unfinished)
     llm.observer = metrics

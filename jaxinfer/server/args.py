@@ -22,6 +22,7 @@ class ListenArgs:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
+    root_path: str = ""
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     ssl_keyfile: str | None = None
@@ -161,7 +162,6 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "default_chat_template_kwargs",
                 "trust_request_chat_template",
                 "response_role",
-                "root_path",
                 "allow_credentials",
                 "enable_request_id_headers",
                 "enable_force_include_usage",

@@ -110,7 +110,7 @@ def _uvicorn_config(
         build_app(llm, settings, engine.num_blocks),
         log_level=listen.uvicorn_log_level,
         access_log=not listen.disable_uvicorn_access_log,
-        root_path=settings.root_path,
+        root_path=listen.root_path,
         ssl_keyfile=listen.ssl_keyfile,
         ssl_certfile=listen.ssl_certfile,
         ssl_ca_certs=listen.ssl_ca_certs,

@@ -92,13 +92,11 @@ class Serving:
             prepared = await asyncio.to_thread(work) if is_long else work()
         except ValueError as error:
             raise self.explain(error, request, prompt_field) from error
-        num_prompt = len(prepared.prompt_token_ids)
-        if getattr(request, limit_name) and getattr(request, limit_name) + num_prompt > (
-            self.max_model_len
-        ):
+        num_prompt, limit = len(prepared.prompt_token_ids), getattr(request, limit_name)
+        if limit and limit + num_prompt > self.max_model_len:
             raise BadRequest(
-                f"{limit_name} is too large: {getattr(request, limit_name)}. The context holds {self.max_model_len} "
-                f"tokens, and the prompt has {num_prompt} of them.",
+                f"{limit_name} is too large: {limit}. The context holds {self.max_model_len} tokens, and the prompt has "
+                f"{num_prompt} of them.",
                 param=limit_name,
             )
         return prepared

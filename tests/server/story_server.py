@@ -85,13 +85,13 @@ def parse_events(text: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def story_server(
-    settings: dict[str, Any] | None = None, **engine_args: Any
+    settings: dict[str, Any] | None = None, root_path: str = "", **engine_args: Any
 ) -> AsyncIterator[StoryServer]:
     engine, executor = story_engine(**engine_args)
     llm = AsyncLLM.from_engine(engine)
     names = ServerSettings(**{"served_model_name": (MODEL, "tale"), **(settings or {})})
     app = build_app(llm, names, engine.core.num_blocks)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://story", timeout=60) as http:
         try:
             yield StoryServer(http, app, llm, engine.core, executor)

@@ -220,7 +220,7 @@ def test_api_keys_guard_v1_under_a_root_path_too():
             assert response.status_code == 200
         assert (await server.http.get("/api/health")).status_code == 200
 
-    run(use, dict(api_key=("k",), root_path="/api"))
+    run(use, dict(api_key=("k",)), root_path="/api")
 
 
 def test_a_dead_engine_is_unavailable():
