@@ -52,8 +52,18 @@ class CoreProcess:
         self._send_lock = threading.Lock()
         # A pipe at stdin tells the child when this process dies, however it dies.
         self._process = subprocess.Popen([*command, inbox, outbox], stdin=subprocess.PIPE)
-        self._has_exited = os.pidfd_open(self._process.pid)
+        self._has_exited, write_end = os.pipe()
+        self._watcher = threading.Thread(
+            target=self._watch, args=(write_end,), name="jaxinfer-core-watch", daemon=True
+        )
+        self._watcher.start()
         self.send(Start(args))
+
+    def _watch(self, write_end: int) -> None:
+        """Makes the process's end something that can be polled."""
+        self._process.wait()
+        os.write(write_end, b"x")
+        os.close(write_end)
 
     @property
     def pid(self) -> int:
@@ -125,6 +135,7 @@ class CoreProcess:
             self._to_core.close(0)
         self._from_core.close(0)
         self._context.term()
+        self._watcher.join()
         os.close(self._has_exited)
         if self._process.stdin is not None:
             self._process.stdin.close()

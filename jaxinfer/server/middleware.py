@@ -95,7 +95,11 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get("x-request-id") or uuid4().hex
+        request_id = Headers(scope=scope).get("x-request-id")
+        if request_id is None:
+            # The endpoint names its answer by what it finds among the headers.
+            request_id = uuid4().hex
+            MutableHeaders(scope=scope)["x-request-id"] = request_id
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -190,7 +190,7 @@ def test_messages_survive_the_wire():
         [FinishedRequest("a", FinishReason.STOP, 5)],
         [RequestTimes("a", 1.5)],
         2.5,
-        SchedulerStats(1, 2, 0.5, 3, 4, 5),
+        SchedulerStats(num_running=1, kv_cache_usage=0.5, num_preemptions=4, num_compilations=5),
     )
     args = EngineArgs("m", hf_overrides={"a": [1, {"b": None}]}, max_num_seqs=3)
     for kind, message in (

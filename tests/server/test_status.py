@@ -49,6 +49,8 @@ def test_request_ids_and_cross_origin_headers():
         assert given.headers["x-request-id"] == "mine" and given.json()["id"] == "cmpl-mine"
         assert given.headers["access-control-allow-origin"] == "*"
         made = await server.http.post(TEXT, json=dict(prompt="a", request_id="yours"))
+        plain = await server.http.post(TEXT, json=dict(prompt="a"))
+        assert plain.json()["id"] == "cmpl-" + plain.headers["x-request-id"]
         assert made.headers["x-request-id"] and made.json()["id"] == "cmpl-yours"
 
     run(use, dict(enable_request_id_headers=True))
