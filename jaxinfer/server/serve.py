@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,9 @@ class _Server(uvicorn.Server):
 def _bind(listen: ListenArgs) -> socket.socket:
     """Claims the address; nobody can connect until the server listens, when the model is ready."""
     if listen.uds is not None:
+        path = Path(listen.uds)
+        if path.is_socket():  # of a server that has ended
+            path.unlink()
         bound = socket.socket(socket.AF_UNIX)
         bound.bind(listen.uds)
         return bound
