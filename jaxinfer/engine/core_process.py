@@ -14,7 +14,12 @@ import zmq
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.ipc import Abort, Add, Died, Outputs, Ready, Start, Stop, ToCore
-from jaxinfer.engine.messages import EngineCoreOutputs, FinishedRequest, FinishReason
+from jaxinfer.engine.messages import (
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+    ResetPrefixCache,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +94,8 @@ class _CoreLoop:
                 self._add(core, message)
             elif isinstance(message, Abort):
                 core.abort_requests(message.request_ids)
+            elif isinstance(message, ResetPrefixCache):
+                core.reset_prefix_cache()
             else:
                 return not isinstance(message, Stop)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxinfer.config import EngineArgs, EngineConfig
-from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
@@ -26,7 +26,7 @@ class Stop(msgspec.Struct, array_like=True, tag=True):
     """Drop what is unfinished and exit."""
 
 
-type ToCore = Start | Add | Abort | Stop
+type ToCore = Start | Add | Abort | ResetPrefixCache | Stop
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True):

@@ -20,6 +20,7 @@ from jaxinfer.engine.messages import (
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
+    ResetPrefixCache,
 )
 from jaxinfer.engine.request import check_request
 
@@ -174,6 +175,11 @@ class ProcessClient:
             self._unfinished.difference_update(known)
             if known and self._cause_of_death is None:
                 self._core.send(Abort(known))
+
+    def reset_prefix_cache(self) -> None:
+        with self._lock:
+            self._check_alive()
+            self._core.send(ResetPrefixCache())
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)

@@ -134,7 +134,8 @@ class Metrics(Collector):
         stats = outputs.stats
         if stats is not None:
             self._stats = stats
-            self._counts["num_preemptions"] += stats.num_preemptions
+            for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
+                self._counts[name] += getattr(stats, name)
             self._iteration.observe(stats.num_scheduled_tokens)
         self._counts["generation_tokens"] += len(outputs.token_ids)
         self._time_tokens(outputs.request_ids, outputs.timestamp)
@@ -201,6 +202,8 @@ class Metrics(Collector):
             self._stats.num_compilations,
         )
         yield self._counter("num_preemptions", "Requests put back to be recomputed")
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache")
+        yield self._counter("prefix_cache_hits", "Prompt tokens found there")
         yield self._counter("prompt_tokens", "Prompt tokens of finished requests")
         yield self._counter("generation_tokens", "Tokens generated")
         success = CounterMetricFamily(

@@ -18,10 +18,11 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.ipc import Add, FromCore, Outputs, Ready, Start, ToCore
 from jaxinfer.engine.messages import (
+    Admission,
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
-    RequestTimes,
+    ResetPrefixCache,
     TokenLogprobs,
 )
 from jaxinfer.engine.process_client import CoreProcess, ProcessClient
@@ -106,6 +107,20 @@ def test_aborts_arrive_and_ids_are_free_again(core):
     client.check_health()
 
 
+def test_cached_prefixes_are_found_and_forgotten(core):
+    client, outputs, _ = core
+    prompt = [7] * 17
+
+    def num_hits(request_id: str) -> int:
+        client.add_request(make_request(request_id, prompt, max_tokens=2))
+        stats = [o.stats for o in collect(outputs, 1).outputs if o.stats is not None]
+        return sum(found.prefix_cache_hits for found in stats)
+
+    assert [num_hits("x"), num_hits("y")] == [0, 16]
+    client.reset_prefix_cache()
+    assert num_hits("z") == 0
+
+
 def test_a_killed_core_ends_every_request_within_two_seconds():
     process = CoreProcess(command("slow"), EngineArgs("fake", max_model_len=1500))
     outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
@@ -188,7 +203,7 @@ def test_messages_survive_the_wire():
         {0: TokenLogprobs([5, 6], [-0.5, -1.0], 1)},
         {"a": [TokenLogprobs([1], [-2.0], 4)]},
         [FinishedRequest("a", FinishReason.STOP, 5)],
-        [RequestTimes("a", 1.5)],
+        [Admission("a", 1.5)],
         2.5,
         SchedulerStats(num_running=1, kv_cache_usage=0.5, num_preemptions=4, num_compilations=5),
     )
@@ -196,6 +211,7 @@ def test_messages_survive_the_wire():
     for kind, message in (
         (ToCore, Start(args)),
         (ToCore, Add(request)),
+        (ToCore, ResetPrefixCache()),
         (FromCore, Ready(make_config(), 9)),
         (FromCore, Outputs(outputs, same_ids=True)),
     ):

@@ -23,6 +23,21 @@ def test_completes_one_prompt_with_the_fields_of_openai():
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+def test_cached_prompt_tokens_are_told_unless_the_salt_differs():
+    async def use(server: StoryServer):
+        counts = []
+        for salt in ({}, {}, {"cache_salt": "mine"}, {"cache_salt": "mine"}):
+            body = await server.ok(PATH, prompt="once upon a time", max_tokens=2, **salt)
+            counts.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+        hits = await server.metric("jaxinfer:prefix_cache_hits_total")
+        queries = await server.metric("jaxinfer:prefix_cache_queries_total")
+        return counts, hits, queries
+
+    counts, hits, queries = run(use)
+    assert counts[0] == counts[2] == 0 and counts[1] == counts[3] > 0
+    assert hits == sum(counts) and queries == 4 * 16
+
+
 def test_sixteen_tokens_by_default_unless_the_model_says_otherwise():
     async def use(server: StoryServer):
         return (await server.ok(PATH, prompt="a"))["usage"]["completion_tokens"]
