@@ -1,0 +1,125 @@
+"""What the Mosaic GPU attention kernels share: tiles in shared memory, matmuls, page copies, the online softmax.
+
+Scores are kept in base 2: multiplied by log2(e), so that weights are exp2(score - peak), one instruction each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Query rows of one warp group's matmul (wgmma's M)."""
+
+MASKED = -1e30
+"""Score of a slot that may not be seen."""
+
+NO_PEAK = -1e29
+"""Running maximum before anything was seen. Above MASKED, so that a row that sees nothing gets weights of 0."""
+
+LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+LOG2_E = math.log2(math.e)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of [..., rows, H] in tiles that wgmma and TMA understand: the widest swizzle that divides H."""
+    elements = next(n for n in (64, 32, 16) if shape[-1] % n == 0)
+    transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * 2))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def zeros(shape: tuple[int, ...]) -> jax.Array:
+    layout = LAYOUT if len(shape) == 2 else ROW_LAYOUT
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def no_peaks() -> jax.Array:
+    return plgpu.layout_cast(jnp.full((ROWS,), NO_PEAK, jnp.float32), ROW_LAYOUT)
+
+
+def matmul(a: Any, b_ref: Any, acc: jax.Array | None, interpret: Any) -> jax.Array:
+    """acc + a @ b in float32 with wgmma, waiting for it. `a` is in shared memory or in registers.
+
+    The interpreter's race detector does not see what wgmma reads, so there, and only there, the operands are read
+    in the open.
+    """
+    shape = (a.shape[0], b_ref.shape[1])
+    if interpret:
+        a = a if isinstance(a, jax.Array) else a[...]
+        product = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+        return product if acc is None else acc + product
+    if acc is None:
+
+        def fresh(acc_ref):
+            plgpu.wgmma(acc_ref, a, b_ref)
+            return acc_ref[...]
+
+        return pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b_ref))(plgpu.ACC.init(acc))
+
+
+def copies_per_block(block: int, page_size: int) -> int:
+    return block // min(block, page_size)
+
+
+def copy_block(
+    pages_ref: Any, tile_ref: Any, barrier: Any, table_ref: Any, row: jax.Array, head: jax.Array,
+    block_index: jax.Array, first_page: jax.Array, last_page: jax.Array, page_size: int,
+) -> None:  # fmt: skip
+    """Start the copies of one block of tokens of a request and head, `copies_per_block` arrivals on `barrier`.
+
+    Pages outside first_page..last_page are never read; the nearest page inside takes their place, so that each block
+    brings the same number of bytes. The slots that are filled this way must be masked.
+    """
+    block = tile_ref.shape[0]
+    tokens = min(block, page_size)
+    for i in range(block // tokens):
+        start = block_index * block + i * tokens
+        page = lax.clamp(first_page, lax.div(start, jnp.int32(page_size)), last_page)
+        source = pages_ref.at[table_ref[row, page], head]
+        if tokens < page_size:
+            source = source.at[pl.ds(lax.rem(start, jnp.int32(page_size)), tokens)]
+        plgpu.copy_gmem_to_smem(source, tile_ref.at[pl.ds(i * tokens, tokens)], barrier)
+
+
+def clear_unused(v_ref: Any, num_used: jax.Array) -> None:
+    """Zero the rows of a block of values from num_used on: a weight of 0 times NaN would be NaN."""
+    values = plgpu.layout_cast(v_ref[...], LAYOUT)
+    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
+    v_ref[...] = jnp.where(row < num_used, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def scale_scores(scores: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """Raw q . k to scaled, capped scores in base 2."""
+    if soft_cap is None:
+        return scores * (scale * LOG2_E)
+    # cap * tanh(x), as cap - 2 cap / (exp(2x) + 1): the GPU's quick tanh is off by 2^-11.
+    doubled = jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap))
+    cap = soft_cap * LOG2_E
+    return cap - (2 * cap) / (doubled + 1.0)
+
+
+def softmax_step(
+    scores: jax.Array, acc: jax.Array, peak: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(weights, acc, peak, total) after a block of scores [rows, block]; acc and total fade to the new peak."""
+    new_peak = jnp.maximum(peak, scores.max(axis=1))
+    fade = jnp.exp2(peak - new_peak)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    total = total * fade + weights.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+    return weights, acc, new_peak, total
+
+
+def normalized(acc: jax.Array, total: jax.Array) -> jax.Array:
+    """acc / total, and zeros for rows that saw nothing."""
+    inverse = 1.0 / jnp.where(total > 0, total, 1.0)
+    return acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
