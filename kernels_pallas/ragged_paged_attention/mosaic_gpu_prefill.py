@@ -148,11 +148,14 @@ def _prefill_tile(
         for head in range(heads):
             plgpu.copy_gmem_to_smem(
                 q_ref.at[pl.ds(first_token + skipped, share), first_head + head],
-                q_tile.at[pl.ds(head * share, share)],
+                o_tile.at[pl.ds(head * share, share)],
                 q_barrier.at[warp_group],
             )
         own_position = position + skipped
         plgpu.barrier_wait(q_barrier.at[warp_group])
+        # A copy can't bring rows into wgmma's tiles of 8 unless they start at a multiple of 8.
+        q_tile[...] = plgpu.load(o_tile, layout=tiles.LAYOUT, optimized=False)
+        plgpu.commit_smem()
 
         def mask(scores, start):
             row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=tiles.LAYOUT)
@@ -176,7 +179,7 @@ def _prefill_tile(
             on_edge = start + block - 1 > own_position
             if sliding_window is not None:
                 on_edge |= start <= own_position + share - 1 - sliding_window
-            scores = mask(scores, start)
+            scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
             weights, acc, peak, total = tiles.softmax_step(scores, acc, peak, total)
             plgpu.barrier_wait(v_full.at[slot])
 
@@ -195,7 +198,7 @@ def _prefill_tile(
 
         begin = (tiles.zeros((ROWS, q_s.shape[2])), tiles.no_peaks(), tiles.zeros((ROWS,)))
         acc, _, total = lax.fori_loop(0, num_blocks, step, begin)
-        plgpu.store(o_tile, tiles.normalized(acc, total).astype(o_s.dtype), optimized=False)
+        o_tile[...] = tiles.normalized(acc, total).astype(o_s.dtype)
         plgpu.commit_smem()
         own_tokens = jnp.clip(num_tokens - skipped, 0, share)
         own_first = first_token + skipped
@@ -215,8 +218,8 @@ def _prefill_tile(
             def _(token):
                 for head in range(heads):
                     plgpu.copy_smem_to_gmem(
-                        o_tile.at[head * share + token],
-                        o_ref.at[own_first + token, first_head + head],
+                        o_tile.at[pl.ds(head * share + token, 1)],
+                        o_ref.at[pl.ds(own_first + token, 1), first_head + head],
                     )
 
         plgpu.wait_smem_to_gmem(0)
