@@ -28,8 +28,6 @@ def merge_items(parts: jax.Array, lse: jax.Array, rows: jax.Array, *, interpret:
     num_rows, (_, _, merged_rows, head_size) = rows.shape[0], parts.shape
     columns = head_size if head_size <= 128 else 128
 
-    load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
-
     def body(parts_ref, lse_ref, rows_ref, out_ref, out_s):
         row, tile, part = (lax.axis_index(name) for name in ("row", "tile", "column"))
         tile_rows = pl.ds(tile * ROWS, ROWS)
@@ -39,11 +37,11 @@ def merge_items(parts: jax.Array, lse: jax.Array, rows: jax.Array, *, interpret:
         def step(i, carry):
             acc, peak, total = carry
             item = first + i
-            lse_i = load(lse_ref.at[item, tile_rows], ROW_LAYOUT)
+            lse_i = tiles.load_plain(lse_ref.at[item, tile_rows], ROW_LAYOUT)
             new_peak = jnp.maximum(peak, lse_i)
             fade, weight = jnp.exp2(peak - new_peak), jnp.exp2(lse_i - new_peak)
             for half in range(2):
-                value = load(parts_ref.at[item, half, tile_rows, tile_columns], LAYOUT)
+                value = tiles.load_plain(parts_ref.at[item, half, tile_rows, tile_columns], LAYOUT)
                 value = value.astype(jnp.float32) * lax.broadcast_in_dim(weight, value.shape, [0])
                 if half == 0:
                     acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])

@@ -154,7 +154,7 @@ def _prefill_tile(
         own_position = position + skipped
         plgpu.barrier_wait(q_barrier.at[warp_group])
         # A copy can't bring rows into wgmma's tiles of 8 unless they start at a multiple of 8.
-        q_tile[...] = plgpu.load(o_tile, layout=tiles.LAYOUT, optimized=False)
+        q_tile[...] = tiles.load_plain(o_tile, tiles.LAYOUT)
         plgpu.commit_smem()
 
         def mask(scores, start):
@@ -198,7 +198,7 @@ def _prefill_tile(
 
         begin = (tiles.zeros((ROWS, q_s.shape[2])), tiles.no_peaks(), tiles.zeros((ROWS,)))
         acc, _, total = lax.fori_loop(0, num_blocks, step, begin)
-        o_tile[...] = tiles.normalized(acc, total).astype(o_s.dtype)
+        tiles.store_plain(o_tile, tiles.normalized(acc, total).astype(o_s.dtype))
         plgpu.commit_smem()
         own_tokens = jnp.clip(num_tokens - skipped, 0, share)
         own_first = first_token + skipped

@@ -28,11 +28,29 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 LOG2_E = math.log2(math.e)
 
 
+def tile_columns(head_size: int) -> int:
+    """Width of the tiles in shared memory: the widest swizzle of 16-bit numbers that divides the head size."""
+    return next(n for n in (64, 32, 16) if head_size % n == 0)
+
+
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, H] in tiles that wgmma and TMA understand: the widest swizzle that divides H."""
-    elements = next(n for n in (64, 32, 16) if shape[-1] % n == 0)
-    transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * 2))
+    """Shared memory of [..., rows, H] in tiles that wgmma and TMA understand."""
+    columns = tile_columns(shape[-1])
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def load_plain(ref: Any, layout: Any) -> jax.Array:
+    """Read memory that is not in tiles, as global memory is, without asking for the widest accesses."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store_plain(ref: Any, value: jax.Array) -> None:
+    """Write shared memory that is not in tiles."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # JAX 0.11
+        ref[...] = value
 
 
 def zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -91,9 +109,14 @@ def copy_block(
 
 def clear_unused(v_ref: Any, num_used: jax.Array) -> None:
     """Zero the rows of a block of values from num_used on: a weight of 0 times NaN would be NaN."""
-    values = plgpu.layout_cast(v_ref[...], LAYOUT)
-    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
-    v_ref[...] = jnp.where(row < num_used, values, jnp.zeros_like(values))
+    block, head_size = v_ref.shape
+    columns = tile_columns(head_size)
+    # Tile by tile, as a whole block in registers next to the accumulator would spill.
+    for start in range(0, head_size, columns):
+        part_ref = v_ref.at[:, pl.ds(start, columns)]
+        part = plgpu.layout_cast(part_ref[...], LAYOUT)
+        row = plgpu.broadcasted_iota(jnp.int32, (block, columns), 0, layout=LAYOUT)
+        part_ref[...] = jnp.where(row < num_used, part, jnp.zeros_like(part))
     plgpu.commit_smem()
 
 

@@ -1,0 +1,99 @@
+"""Ragged paged attention for Hopper in Pallas Mosaic GPU: requests with one token and the others, one kernel each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode import decode_attention
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill import prefill_attention
+
+_DTYPES = ("bfloat16", "float16")
+_PAGE_SIZES = (16, 32, 64, 128)
+_MAX_GROUP = 64
+
+
+def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
+    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
+    head_size, page_size = k_pages.shape[3], k_pages.shape[2]
+    group = q_tnh.shape[1] // k_pages.shape[1]
+    if q_tnh.dtype.name not in _DTYPES:
+        return f"q_tnh has dtype {q_tnh.dtype}, not one of {_DTYPES}"
+    if head_size not in mosaic_gpu_config.head_sizes():
+        return f"head size {head_size} is not one of {mosaic_gpu_config.head_sizes()}"
+    if page_size not in _PAGE_SIZES:
+        return f"page size {page_size} is not one of {_PAGE_SIZES}"
+    if group > _MAX_GROUP:
+        return f"{group} query heads per kv head are more than {_MAX_GROUP}"
+    return None
+
+
+def ragged_paged_attention(
+    q_tnh: jax.Array,
+    kv_pages: tuple[jax.Array, jax.Array],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    decode_only: bool = False,
+    decode_config: DecodeConfig | None = None,
+    prefill_config: PrefillConfig | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See `api.ragged_paged_attention`.
+
+    Args:
+        decode_config: sizes of the kernel for one token per request; None takes the tuned ones.
+        prefill_config: the same of the kernel for many.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Raises:
+        ValueError: shapes that `unsupported` names, or a config that does not fit the GPU.
+    """
+    if (reason := unsupported(q_tnh, kv_pages[0])) is not None:
+        raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
+    head_size = q_tnh.shape[2]
+    options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "interpret": interpret,
+    }
+    decode_config = decode_config or mosaic_gpu_config.decode_config(head_size)
+    if decode_only:
+        return decode_attention(
+            q_tnh, kv_pages, block_tables, seq_lens, config=decode_config, **options
+        )
+    num_tokens = q_tnh.shape[0]
+    starts = query_start_loc[:-1]
+    query_lens = query_start_loc[1:] - starts
+    decodes = query_lens == 1
+    prefilled_tnh = prefill_attention(
+        q_tnh,
+        kv_pages,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        jnp.where(decodes, 0, query_lens),
+        config=prefill_config or mosaic_gpu_config.prefill_config(head_size),
+        **options,
+    )
+    decoded_rnh = decode_attention(
+        q_tnh.at[starts].get(mode="clip"),
+        kv_pages,
+        block_tables,
+        jnp.where(decodes, seq_lens, 0),
+        config=decode_config,
+        **options,
+    )
+    owned = jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
+    out_tnh = jnp.where(owned[:, None, None], prefilled_tnh, 0)
+    decode_token = jnp.where(decodes, starts, num_tokens)
+    return out_tnh.at[decode_token].set(decoded_rnh, mode="drop")
