@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.ragged_paged_attention import reference, xla
+from kernels_pallas.ragged_paged_attention import mosaic_gpu, reference, xla
+from kernels_pallas.trace_target import hopper, traced_device_kind
 
+_log = logging.getLogger(__name__)
 _BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
     "reference": reference.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
 }
@@ -48,7 +53,9 @@ def ragged_paged_attention(
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
         decode_only: every request owns one token, so T == R and request r is token r.
-        implementation: "reference" or "xla"; None picks by platform and shape.
+        implementation: "mosaic_gpu", "xla" or "reference"; None takes the Mosaic GPU kernels where
+            they run, on GPUs of compute capability 9.0 and for the shapes that they take, and XLA
+            elsewhere. A line in the log says so once.
 
     Returns:
         [T, N, H] in q's dtype. Tokens that belong to no request get zeros. What unused slots and
@@ -64,20 +71,41 @@ def ragged_paged_attention(
         raise ValueError(f"sliding_window must be at least 1 or None, got {sliding_window}")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap must be a positive finite number or None, got {soft_cap}")
-    name = "xla" if implementation is None else implementation
-    if name not in _BACKENDS:
-        raise ValueError(f"implementation must be one of {sorted(_BACKENDS)} or None, got {name!r}")
-    return _BACKENDS[name](
-        q_tnh,
-        kv_pages,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        decode_only=decode_only,
+    if implementation is not None and implementation not in _BACKENDS:
+        raise ValueError(
+            f"implementation must be one of {sorted(_BACKENDS)} or None, got {implementation!r}"
+        )
+    options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "decode_only": decode_only,
+    }
+    arrays = (q_tnh, kv_pages, block_tables, seq_lens, query_start_loc)
+    if implementation is not None:
+        return _BACKENDS[implementation](*arrays, **options)
+    kernel = functools.partial(xla.ragged_paged_attention, **options)
+    kind = traced_device_kind("gpu")
+    if kind is None:
+        return kernel(*arrays)
+    reason = mosaic_gpu.unsupported(q_tnh, kv_pages[0])
+    if not hopper(kind):
+        reason = f"{kind} does not have compute capability 9.0"
+    if reason is not None:
+        _log_once(f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
+        return kernel(*arrays)
+    _log_once("Attention uses the Mosaic GPU kernels.")
+    # The process may hold CPU devices too: the platform is known for certain when this is lowered.
+    return jax.lax.platform_dependent(
+        *arrays,
+        cuda=functools.partial(mosaic_gpu.ragged_paged_attention, **options),
+        default=kernel,
     )
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)
 
 
 def _check_arrays(

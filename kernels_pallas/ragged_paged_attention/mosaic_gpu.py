@@ -11,6 +11,7 @@ from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode import decode_attention
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill import prefill_attention
+from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
 
 _DTYPES = ("bfloat16", "float16")
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -67,10 +68,12 @@ def ragged_paged_attention(
         "interpret": interpret,
     }
     decode_config = decode_config or mosaic_gpu_config.decode_config(head_size)
+    arrays = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
     if decode_only:
-        return decode_attention(
+        out_tnh = decode_attention(
             q_tnh, kv_pages, block_tables, seq_lens, config=decode_config, **options
         )
+        return vary_like((out_tnh,), *arrays)[0]
     num_tokens = q_tnh.shape[0]
     starts = query_start_loc[:-1]
     query_lens = query_start_loc[1:] - starts
@@ -96,4 +99,6 @@ def ragged_paged_attention(
     owned = jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
     out_tnh = jnp.where(owned[:, None, None], prefilled_tnh, 0)
     decode_token = jnp.where(decodes, starts, num_tokens)
-    return out_tnh.at[decode_token].set(decoded_rnh, mode="drop")
+    out_tnh = out_tnh.at[decode_token].set(decoded_rnh, mode="drop")
+    # A kernel's result doesn't say over which mesh axes it differs.
+    return vary_like((out_tnh,), *arrays)[0]
