@@ -12,12 +12,9 @@ SHARED_MEMORY_PER_BLOCK = 232_448
 
 SHARED_MEMORY_PER_CORE = 233_472
 RESERVED_PER_BLOCK = 1024
-NUM_CORES = 132
-"""Of an H100 or H200 (SXM)."""
-
 ROWS = 64
-_BARRIERS = 1024
-"""Barriers, and the alignment of the tiles."""
+_OVERHEAD = 2304
+"""Small arrays, scratch memory for reductions, barriers."""
 
 
 def _check_block(name: str, block_tokens: int, stages: int) -> None:
@@ -43,6 +40,8 @@ class DecodeConfig:
     """Keys per step of the loop."""
     stages: int
     """Blocks of keys and values in the ring."""
+    cores: int = 132
+    """To fill; an H100 or H200 (SXM) has this many."""
     items_per_core: int = 4
     """Work items to aim for, over all kv heads: with fewer the last ones leave cores idle."""
     min_blocks: int = 4
@@ -50,17 +49,23 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         _check_block("DecodeConfig", self.block_tokens, self.stages)
-        for name in ("items_per_core", "min_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"DecodeConfig.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("cores", "items_per_core", "min_blocks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"DecodeConfig.{name} must be at least 1, got {value}")
 
     def target_items(self, num_kv_heads: int) -> int:
-        return -(-NUM_CORES * self.items_per_core // num_kv_heads)
+        return -(-self.cores * self.items_per_core // num_kv_heads)
+
+    def keeps_queries(self, head_size: int) -> bool:
+        """In shared memory; smaller ones fit in registers beside the accumulator, for a second block per core."""
+        return head_size > 128
 
     def shared_memory(self, head_size: int, itemsize: int) -> int:
         """Bytes of one thread block: the ring, the queries, the log-sum-exps."""
         ring = 2 * self.stages * self.block_tokens * head_size * itemsize
-        return ring + ROWS * head_size * itemsize + ROWS * 4 + _BARRIERS
+        queries = ROWS * head_size * itemsize if self.keeps_queries(head_size) else 0
+        return ring + queries + _OVERHEAD
 
     def bytes_in_flight(self, head_size: int, itemsize: int) -> int:
         """Of one core, while one block of each ring is worked on."""
@@ -91,7 +96,7 @@ class PrefillConfig:
     def shared_memory(self, head_size: int, itemsize: int) -> int:
         """Bytes of one thread block: the ring, queries and results."""
         ring = 2 * self.stages * self.block_tokens * head_size * itemsize
-        return ring + 2 * self.consumers * ROWS * head_size * itemsize + _BARRIERS
+        return ring + 2 * self.consumers * ROWS * head_size * itemsize + _OVERHEAD
 
     def bytes_in_flight(self, head_size: int, itemsize: int) -> int:
         """Of one core, while one block of the ring is worked on."""

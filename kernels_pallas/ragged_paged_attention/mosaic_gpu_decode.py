@@ -74,14 +74,14 @@ def decode_attention(
         grid=(num_items, num_kv_heads),
         grid_names=("item", "head"),
         scratch_types=[
-            tiles.swizzled((ROWS, head_size), dtype),
             tiles.swizzled((stages, block, head_size), dtype),
             tiles.swizzled((stages, block, head_size), dtype),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            *([tiles.swizzled((ROWS, head_size), dtype)] if config.keeps_queries(head_size) else []),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_decode",
         **({"interpret": interpret} if interpret else {}),
     )(q_rkgh, k_pages, v_pages, block_tables, seq_lens, plan.items)
@@ -93,8 +93,8 @@ def decode_attention(
 
 def _decode_item(
     q_ref, k_ref, v_ref, tables_ref, lens_ref, items_ref, parts_ref, lse_ref,
-    q_s, k_s, v_s, lse_s, q_barrier, kv_barrier,
-    *, scale, sliding_window, soft_cap, config, interpret,
+    k_s, v_s, lse_s, q_barrier, kv_barrier, *q_s,
+    scale, sliding_window, soft_cap, config, interpret,
 ):  # fmt: skip
     item, head = lax.axis_index("item"), lax.axis_index("head")
     row, first_block, num_blocks = items_ref[item, 0], items_ref[item, 1], items_ref[item, 2]
@@ -118,18 +118,22 @@ def _decode_item(
                     first_block + i, first_page, last_page, page_size,
                 )  # fmt: skip
 
-        q_rows = q_s.at[pl.ds(0, padded_group)]
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_rows, q_barrier)
-        for i in range(stages):
+        # The queries pass through the last slot of the ring unless they have a place of their own.
+        q_tile = q_s[0] if q_s else k_s.at[stages - 1, pl.ds(0, ROWS)]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_tile.at[pl.ds(0, padded_group)], q_barrier)
+        for i in range(stages - 1):
             pl.when(i < num_blocks)(functools.partial(fetch, jnp.int32(i)))
         plgpu.barrier_wait(q_barrier)
+        queries = q_tile if q_s else plgpu.layout_cast(q_tile[...], tiles.LAYOUT)
+        plgpu.commit_smem()
+        pl.when(stages - 1 < num_blocks)(lambda: fetch(jnp.int32(stages - 1)))
 
         def step(i, carry):
             acc, peak, total = carry
             slot = lax.rem(i, jnp.int32(stages))
             start = (first_block + i) * block
             plgpu.barrier_wait(kv_barrier.at[slot])
-            scores = tiles.matmul(q_s, k_s.at[slot].transpose((1, 0)), None, interpret)
+            scores = tiles.matmul(queries, k_s.at[slot].transpose((1, 0)), None, interpret)
             scores = tiles.scale_scores(scores, scale, soft_cap)
             position = start + plgpu.broadcasted_iota(
                 jnp.int32, scores.shape, 1, layout=tiles.LAYOUT
@@ -148,18 +152,20 @@ def _decode_item(
             pl.when(i + stages < num_blocks)(lambda: fetch(i + stages))
             return acc, peak, total
 
-        start = (tiles.zeros((ROWS, q_s.shape[1])), tiles.no_peaks(), tiles.zeros((ROWS,)))
+        start = (tiles.zeros((ROWS, k_s.shape[2])), tiles.no_peaks(), tiles.zeros((ROWS,)))
         acc, peak, total = lax.fori_loop(0, num_blocks, step, start)
         out = tiles.normalized(acc, total)
         lse_s[...] = peak + jnp.log2(total)
-        # A part goes out as its rounding and the rounding error, through the space of the queries:
-        # a float32 tile would cost a stage of the ring.
-        rounded = out.astype(q_s.dtype)
+        # A part goes out as its rounding and the rounding error, through the space of a block that is
+        # done with: a float32 tile would cost a stage of the ring.
+        out_tile = q_tile if q_s else k_s.at[0, pl.ds(0, ROWS)]
+        rounded = out.astype(k_s.dtype)
         rows = pl.ds(head * padded_group, padded_group)
         for part, values in enumerate((rounded, (out - rounded.astype(jnp.float32)))):
-            q_s[...] = values.astype(q_s.dtype)
+            out_tile[...] = values.astype(k_s.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_rows, parts_ref.at[item, part, rows])
+            out_rows = out_tile.at[pl.ds(0, padded_group)]
+            plgpu.copy_smem_to_gmem(out_rows, parts_ref.at[item, part, rows])
             if part == 0:
                 plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, padded_group)], lse_ref.at[item, rows])
             plgpu.wait_smem_to_gmem(0)

@@ -61,7 +61,7 @@ def merge_items(parts: jax.Array, lse: jax.Array, rows: jax.Array, *, interpret:
         grid=(num_rows, merged_rows // ROWS, head_size // columns),
         grid_names=("row", "tile", "column"),
         scratch_types=[tiles.swizzled((ROWS, columns), parts.dtype)],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_decode_merge",
         **({"interpret": interpret} if interpret else {}),
     )(parts, lse, rows)

@@ -93,7 +93,7 @@ def prefill_attention(
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_prefill",
         **({"interpret": interpret} if interpret else {}),
     )(q_tnh, k_pages, v_pages, block_tables, seq_lens, items)

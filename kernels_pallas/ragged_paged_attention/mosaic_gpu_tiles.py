@@ -25,6 +25,9 @@ NO_PEAK = -1e29
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+# Row maxima and sums stay within a warp and need none of the scratch memory for reductions.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024)
+
 LOG2_E = math.log2(math.e)
 
 
@@ -66,12 +69,13 @@ def matmul(a: Any, b_ref: Any, acc: jax.Array | None, interpret: Any) -> jax.Arr
     """acc + a @ b in float32 with wgmma, waiting for it. `a` is in shared memory or in registers.
 
     The interpreter's race detector does not see what wgmma reads, so there, and only there, the operands are read
-    in the open.
+    in the open. The commit then stands for wgmma's reading on the same side as the copies that refill its operands.
     """
     shape = (a.shape[0], b_ref.shape[1])
     if interpret:
         a = a if isinstance(a, jax.Array) else a[...]
         product = jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
         return product if acc is None else acc + product
     if acc is None:
 
