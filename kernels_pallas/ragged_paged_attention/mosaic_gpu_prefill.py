@@ -154,7 +154,10 @@ def _prefill_tile(
         own_position = position + skipped
         plgpu.barrier_wait(q_barrier.at[warp_group])
         # A copy can't bring rows into wgmma's tiles of 8 unless they start at a multiple of 8.
-        q_tile[...] = tiles.load_plain(o_tile, tiles.LAYOUT)
+        columns = tiles.tile_columns(q_s.shape[2])
+        for start in range(0, q_s.shape[2], columns):
+            part = (slice(None), pl.ds(start, columns))
+            q_tile[part] = tiles.load_plain(o_tile.at[part], tiles.LAYOUT)
         plgpu.commit_smem()
 
         def mask(scores, start):
@@ -176,9 +179,9 @@ def _prefill_tile(
             scores = tiles.matmul(q_tile, k_s.at[slot].transpose((1, 0)), None, interpret)
             pl.when(is_refilled)(lambda: plgpu.barrier_arrive(k_free.at[slot]))
             scores = tiles.scale_scores(scores, scale, soft_cap)
-            on_edge = start + block - 1 > own_position
+            on_edge = start - own_position > 1 - block
             if sliding_window is not None:
-                on_edge |= start <= own_position + share - 1 - sliding_window
+                on_edge |= start - own_position <= share - 1 - sliding_window
             scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
             weights, acc, peak, total = tiles.softmax_step(scores, acc, peak, total)
             plgpu.barrier_wait(v_full.at[slot])
