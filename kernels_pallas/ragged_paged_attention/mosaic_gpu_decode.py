@@ -79,7 +79,11 @@ def decode_attention(
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            *([tiles.swizzled((ROWS, head_size), dtype)] if config.keeps_queries(head_size) else []),
+            *(
+                [tiles.swizzled((ROWS, head_size), dtype)]
+                if config.keeps_queries(head_size)
+                else []
+            ),
         ],
         compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_decode",

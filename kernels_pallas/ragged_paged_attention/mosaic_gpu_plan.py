@@ -59,7 +59,11 @@ def max_prefill_items(num_tokens: int, num_rows: int, tile: int) -> int:
 
 
 def plan_prefill(
-    query_lens: jax.Array, query_start_loc: jax.Array, seq_lens: jax.Array, tile: int, max_items: int
+    query_lens: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    tile: int,
+    max_items: int,
 ) -> jax.Array:
     """Tiles of query tokens.
 

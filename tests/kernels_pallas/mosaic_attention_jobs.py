@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import logging
 import os
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -143,6 +147,20 @@ def run_case(case: dict[str, Any], configs: dict[str, Any] | None = None) -> dic
     }
 
 
+STUCK = "no progress"
+
+
+def _end_when_stuck(interval: float = 5.0) -> None:
+    """Threads that wait for a barrier use no CPU time; anything else does, however busy the machine is."""
+    idle = 0
+    while idle < 2:
+        before = time.process_time()
+        time.sleep(interval)
+        idle = idle + 1 if time.process_time() - before < 0.02 else 0
+    print(STUCK, file=sys.stderr, flush=True)
+    os._exit(3)
+
+
 _MODULES = ("config", "tiles", "plan", "merge", "decode", "prefill")
 """Of `kernels_pallas.ragged_paged_attention.mosaic_gpu_*`, each after those that it imports."""
 
@@ -150,9 +168,11 @@ _MODULES = ("config", "tiles", "plan", "merge", "decode", "prefill")
 def run_with_fault(
     case: dict[str, Any], configs: dict[str, Any], module: str, edits: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """`run_case` with text of a module replaced: each edit's old text must occur in it."""
-    import importlib
+    """`run_case` with text of a module replaced: each edit's old text must occur in it.
 
+    Ends with `STUCK` on stderr when the kernel waits for what never comes.
+    """
+    threading.Thread(target=_end_when_stuck, daemon=True).start()
     package = "kernels_pallas.ragged_paged_attention.mosaic_gpu"
     for name in (*(f"{package}_{name}" for name in _MODULES), package):
         loaded = importlib.import_module(name)
@@ -266,3 +286,49 @@ def _kernel_reports(dump: Path) -> list[dict[str, Any]]:
 def _resources(ptx_path: Path) -> str:
     path = ptx_path.with_name(ptx_path.stem + ".resources.txt")
     return path.read_text() if path.exists() else ""
+
+
+def chosen_backend(
+    num_devices: int, dtype: str = "bfloat16", head_size: int = 128, page_size: int = 16
+) -> dict[str, Any]:
+    """Compiles the public function for the H200 twice, cut over `num_devices` by kv heads."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from kernels_pallas import ragged_paged_attention
+    from kernels_pallas.gpu_target import compile_for, device_mesh
+    from kernels_pallas.hlo_report import analyze, inputs_of
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    log = logging.getLogger("kernels_pallas")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    mesh = device_mesh("h200", num_devices)
+    attend = functools.partial(ragged_paged_attention, scale=0.1)
+    heads, whole = PartitionSpec(None, "x"), PartitionSpec()
+    specs = (heads, (heads, heads), whole, whole, whole)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads)
+
+    def array(spec: Any, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    for num_tokens in (64, 128):
+        pages = array(heads, dtype, 512, 8, page_size, head_size)
+        args = (
+            array(heads, dtype, num_tokens, 32, head_size),
+            (pages, pages),
+            array(whole, jnp.int32, 16, 64),
+            array(whole, jnp.int32, 16),
+            array(whole, jnp.int32, 17),
+        )
+        report = compile_for(mesh, sharded if num_devices > 1 else attend, args)
+    watched = {f"args[1][{i}]": 1 << 20 for i in range(2)}
+    names = [name for name in inputs_of(report.hlo) if "kv_pages" in name or name in watched]
+    moved = analyze(report.hlo, watched=dict.fromkeys(names, 1 << 20)).moved
+    return {
+        "mosaic_kernels": report.hlo.count('custom_call_target="mosaic_gpu'),
+        "log": messages,
+        "pages_moved": [copy.label for copy in moved],
+        "page_inputs": names,
+    }

@@ -22,13 +22,16 @@ from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 HERE = Path(__file__).parent
 LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
 TOLERANCE = 1e-2
+STUCK = "no progress"
+"""What a job says when it ends itself because its kernel waits without end."""
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 # Two slots and eight blocks: each slot is filled four times.
 DECODE = {"decode_config": {"block_tokens": 64, "stages": 2, "cores": 1, "min_blocks": 9}}
 SPLIT = {"decode_config": {"block_tokens": 64, "stages": 2, "cores": 4, "min_blocks": 1}}
 PREFILL = {"prefill_config": {"block_tokens": 64, "stages": 2}, **SPLIT}
-ONE_CONSUMER = {"prefill_config": {"block_tokens": 128, "stages": 2, "consumers": 1}, **SPLIT}
+LONG_BLOCKS = {"prefill_config": {"block_tokens": 128, "stages": 2}, **SPLIT}
+ONE_CONSUMER = {"prefill_config": {"block_tokens": 64, "stages": 2, "consumers": 1}, **SPLIT}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decode": (
@@ -88,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sliding_window": 100,
             "soft_cap": 5.0,
         },
-        PREFILL,
+        LONG_BLOCKS,
     ),
     "prefill_wide_heads_one_consumer": (
         {
@@ -205,7 +208,7 @@ CORE_FAULTS = [
 ]
 
 
-def job(function: str, timeout: float = 90, **arguments: Any) -> Any:
+def job(function: str, timeout: float = 240, **arguments: Any) -> Any:
     return run_job(
         f"mosaic_attention_jobs:{function}", arguments, timeout=timeout, python_path=(str(HERE),)
     )
@@ -234,7 +237,9 @@ def runs(request, tmp_path_factory):
     pool = ThreadPoolExecutor(2)
     futures: dict[str, Future] = {}
     for item in request.session.items:
-        if item.path != Path(__file__) or any(m.name == "skipif" and m.args[0] for m in item.own_markers):
+        if item.path != Path(__file__) or any(
+            m.name == "skipif" and m.args[0] for m in item.own_markers
+        ):
             continue
         name = item.callspec.id if hasattr(item, "callspec") else ""
         match item.originalname:
@@ -244,7 +249,7 @@ def runs(request, tmp_path_factory):
             case "test_planted_faults_are_caught":
                 (case, configs), module, edits = FAULTS[name]
                 futures[item.name] = pool.submit(
-                    job, "run_with_fault", timeout=45, case=case, configs=configs, module=module, edits=edits
+                    job, "run_with_fault", case=case, configs=configs, module=module, edits=edits
                 )  # fmt: skip
             case "test_compiles_for_the_h200":
                 head_size = int(name)
@@ -284,8 +289,12 @@ def test_planted_faults_are_caught(name, runs, request):
     try:
         found = check(runs[request.node.name].result())
     except JobError as error:
-        assert "LookupError" not in str(error), error
         found = str(error)[-300:]
+        # A race or a misused barrier, noticed by the interpreter, or a wait without end. Not a slow
+        # machine, nor a fault that could not be planted.
+        signs = ("RACE DETECTED", "Barrier", "barrier", "Thread", STUCK)
+        assert "took longer" not in str(error), error
+        assert any(sign in str(error) for sign in signs), error
     print(found)
     assert found is not None
 

@@ -1,0 +1,109 @@
+"""Which attention backend is taken where, and what the Mosaic GPU one refuses before it launches anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas import ragged_paged_attention
+from kernels_pallas.compile_job import run_job
+from kernels_pallas.gpu_target import missing_compiler
+from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
+from kernels_pallas.trace_target import hopper, traced_device_kind
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+
+def chosen(**arguments: Any) -> dict[str, Any]:
+    return run_job(
+        "mosaic_attention_jobs:chosen_backend",
+        arguments,
+        timeout=120,
+        python_path=(str(Path(__file__).parent),),
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_hopper_gpu_gets_the_mosaic_kernels_alone_and_under_shard_map(num_devices):
+    result = chosen(num_devices=num_devices)
+    assert result["mosaic_kernels"] == 3
+    assert result["log"] == ["Attention uses the Mosaic GPU kernels."]
+    assert result["page_inputs"] == ["kv_pages[0]", "kv_pages[1]"]
+    assert result["pages_moved"] == []
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "q_tnh has dtype float32, not one of ('bfloat16', 'float16')"),
+        ({"head_size": 192}, "head size 192 is not one of (64, 80, 96, 128, 256)"),
+        ({"page_size": 8}, "page size 8 is not one of (16, 32, 64, 128)"),
+    ],
+)
+def test_other_shapes_take_xla_and_the_log_says_why_once(changes, reason):
+    result = chosen(num_devices=1, **changes)
+    assert result["mosaic_kernels"] == 0
+    expected = f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}."
+    assert result["log"] == [expected]
+
+
+def test_nothing_is_traced_for_a_gpu_on_a_cpu():
+    assert traced_device_kind("gpu") is None
+    assert hopper("NVIDIA H200")
+    assert hopper("NVIDIA H100 80GB HBM3")
+    assert hopper("NVIDIA GH200 480GB")
+    assert not hopper("NVIDIA A100-SXM4-80GB")
+    assert not hopper("NVIDIA B200")
+
+
+def test_explicit_use_with_an_unsupported_shape_is_refused():
+    q, pages = jnp.zeros((2, 4, 64)), jnp.zeros((3, 2, 16, 64))
+    rows = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="Mosaic GPU backend .* q_tnh has dtype float32"):
+        ragged_paged_attention(
+            q,
+            (pages, pages),
+            jnp.zeros((2, 1), jnp.int32),
+            rows,
+            jnp.zeros(3, jnp.int32),
+            scale=1.0,
+            implementation="mosaic_gpu",
+        )
+
+
+@pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes())
+def test_tuned_sizes_fit_the_gpu(head_size):
+    for config in (
+        mosaic_gpu_config.decode_config(head_size),
+        mosaic_gpu_config.prefill_config(head_size),
+    ):
+        config.check(head_size, 2)
+        assert config.stages >= 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: DecodeConfig(64, 1), "DecodeConfig.stages must be at least 2, got 1"),
+        (lambda: DecodeConfig(96, 2), "DecodeConfig.block_tokens must be 64 or 128, got 96"),
+        (lambda: DecodeConfig(64, 2, min_blocks=0), "DecodeConfig.min_blocks must be at least 1"),
+        (lambda: PrefillConfig(64, 2, consumers=3), "PrefillConfig.consumers must be 1 or 2"),
+        (
+            lambda: DecodeConfig(64, 8).check(128, 2),
+            "DecodeConfig needs 264448 bytes of shared memory at head size 128; a block has 232448",
+        ),
+        (
+            lambda: PrefillConfig(128, 3).check(256, 2),
+            "PrefillConfig needs .* bytes of shared memory at head size 256",
+        ),
+    ],
+)
+def test_configs_that_can_not_run_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        config()
