@@ -10,12 +10,22 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu, reference, xla
+from kernels_pallas.ragged_paged_attention import reference, xla
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import unsupported
 from kernels_pallas.trace_target import hopper, traced_device_kind
 
 _log = logging.getLogger(__name__)
+
+
+def _mosaic_gpu(*arrays: jax.Array, **options: object) -> jax.Array:
+    # Importing Mosaic takes as long as a quarter of all of JAX, for nothing on a CPU.
+    from kernels_pallas.ragged_paged_attention import mosaic_gpu
+
+    return mosaic_gpu.ragged_paged_attention(*arrays, **options)
+
+
 _BACKENDS: dict[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
+    "mosaic_gpu": _mosaic_gpu,
     "reference": reference.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
 }
@@ -88,8 +98,9 @@ def ragged_paged_attention(
     kind = traced_device_kind("gpu")
     if kind is None:
         return kernel(*arrays)
-    reason = mosaic_gpu.unsupported(q_tnh, kv_pages[0])
-    if not hopper(kind):
+    if hopper(kind):
+        reason = unsupported(q_tnh, kv_pages[0])
+    else:
         reason = f"{kind} does not have compute capability 9.0"
     if reason is not None:
         _log_once(f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
@@ -98,7 +109,7 @@ def ragged_paged_attention(
     # The process may hold CPU devices too: the platform is known for certain when this is lowered.
     return jax.lax.platform_dependent(
         *arrays,
-        cuda=functools.partial(mosaic_gpu.ragged_paged_attention, **options),
+        cuda=functools.partial(_mosaic_gpu, **options),
         default=kernel,
     )
 

@@ -13,25 +13,6 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode import decode_atten
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill import prefill_attention
 from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
 
-_DTYPES = ("bfloat16", "float16")
-_PAGE_SIZES = (16, 32, 64, 128)
-_MAX_GROUP = 64
-
-
-def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
-    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
-    head_size, page_size = k_pages.shape[3], k_pages.shape[2]
-    group = q_tnh.shape[1] // k_pages.shape[1]
-    if q_tnh.dtype.name not in _DTYPES:
-        return f"q_tnh has dtype {q_tnh.dtype}, not one of {_DTYPES}"
-    if head_size not in mosaic_gpu_config.head_sizes():
-        return f"head size {head_size} is not one of {mosaic_gpu_config.head_sizes()}"
-    if page_size not in _PAGE_SIZES:
-        return f"page size {page_size} is not one of {_PAGE_SIZES}"
-    if group > _MAX_GROUP:
-        return f"{group} query heads per kv head are more than {_MAX_GROUP}"
-    return None
-
 
 def ragged_paged_attention(
     q_tnh: jax.Array,
@@ -56,9 +37,9 @@ def ragged_paged_attention(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Raises:
-        ValueError: shapes that `unsupported` names, or a config that does not fit the GPU.
+        ValueError: shapes that `mosaic_gpu_config.unsupported` names, or a config that does not fit the GPU.
     """
-    if (reason := unsupported(q_tnh, kv_pages[0])) is not None:
+    if (reason := mosaic_gpu_config.unsupported(q_tnh, kv_pages[0])) is not None:
         raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
     head_size = q_tnh.shape[2]
     options = {

@@ -6,6 +6,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 SHARED_MEMORY_PER_BLOCK = 232_448
 """Bytes that one thread block can ask for on compute capability 9.0."""
@@ -13,6 +14,9 @@ SHARED_MEMORY_PER_BLOCK = 232_448
 SHARED_MEMORY_PER_CORE = 233_472
 RESERVED_PER_BLOCK = 1024
 ROWS = 64
+_DTYPES = ("bfloat16", "float16")
+_PAGE_SIZES = (16, 32, 64, 128)
+_MAX_GROUP = 64
 _OVERHEAD = 2304
 """Small arrays, scratch memory for reductions, barriers."""
 
@@ -124,3 +128,18 @@ def decode_config(head_size: int) -> DecodeConfig:
 
 def prefill_config(head_size: int) -> PrefillConfig:
     return PrefillConfig(**_table()["prefill"][str(head_size)])
+
+
+def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
+    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
+    head_size, page_size = k_pages.shape[3], k_pages.shape[2]
+    group = q_tnh.shape[1] // k_pages.shape[1]
+    if q_tnh.dtype.name not in _DTYPES:
+        return f"q_tnh has dtype {q_tnh.dtype}, not one of {_DTYPES}"
+    if head_size not in head_sizes():
+        return f"head size {head_size} is not one of {head_sizes()}"
+    if page_size not in _PAGE_SIZES:
+        return f"page size {page_size} is not one of {_PAGE_SIZES}"
+    if group > _MAX_GROUP:
+        return f"{group} query heads per kv head are more than {_MAX_GROUP}"
+    return None

@@ -22,8 +22,8 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import PrefillConfi
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_plan import max_prefill_items, plan_prefill
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import ROWS
 
-_CONSUMER_REGISTERS = {1: 232, 2: 240}
-_PRODUCER_REGISTERS = 24
+# With three warp groups a thread starts with 168 registers; with two it has 255 to begin with.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
 def heads_per_tile(group: int) -> int:
@@ -123,7 +123,8 @@ def _prefill_tile(
     num_blocks = lax.div(end + (block - 1), jnp.int32(block)) - first_block
 
     def produce():
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        if consumers == 2:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         first_page = lax.div(seen_from, jnp.int32(page_size))
         last_page = lax.div(end - 1, jnp.int32(page_size))
 
@@ -141,7 +142,8 @@ def _prefill_tile(
                 )  # fmt: skip
 
     def consume():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS[consumers], action="increase")
+        if consumers == 2:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
         q_tile, o_tile = q_s.at[warp_group], o_s.at[warp_group]
         # Row head * share + token of the tile.
         skipped = warp_group * share

@@ -65,7 +65,7 @@ def test_nothing_is_traced_for_a_gpu_on_a_cpu():
 def test_explicit_use_with_an_unsupported_shape_is_refused():
     q, pages = jnp.zeros((2, 4, 64)), jnp.zeros((3, 2, 16, 64))
     rows = jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match="Mosaic GPU backend .* q_tnh has dtype float32"):
+    with pytest.raises(ValueError, match=r"Mosaic GPU backend .* q_tnh has dtype float32"):
         ragged_paged_attention(
             q,
             (pages, pages),
