@@ -59,11 +59,12 @@ def decode_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         config=config,
+        page_size=page_size,
         interpret=interpret,
     )
     num_items = plan.items.shape[0]
     block, stages, dtype = config.block_tokens, config.stages, q_rnh.dtype
-    copies = 2 * tiles.copies_per_block(block, page_size)
+    copies = 2 * (block // tiles.tokens_per_copy(page_size, head_size))
     merged_rows = -(-num_kv_heads * padded_group // ROWS) * ROWS
     parts, lse = plgpu.kernel(
         body,
@@ -88,7 +89,14 @@ def decode_attention(
         compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_decode",
         **({"interpret": interpret} if interpret else {}),
-    )(q_rkgh, k_pages, v_pages, block_tables, seq_lens, plan.items)
+    )(
+        q_rkgh,
+        tiles.slabs(k_pages),
+        tiles.slabs(v_pages),
+        block_tables,
+        seq_lens,
+        plan.items,
+    )
     out_rmh = merge_items(parts, lse, plan.rows, interpret=interpret)
     out_rmh = out_rmh[:, : num_kv_heads * padded_group]
     out_rkgh = out_rmh.reshape(num_rows, num_kv_heads, padded_group, head_size)[:, :, :group]
@@ -98,12 +106,12 @@ def decode_attention(
 def _decode_item(
     q_ref, k_ref, v_ref, tables_ref, lens_ref, items_ref, parts_ref, lse_ref,
     k_s, v_s, lse_s, q_barrier, kv_barrier, *q_s,
-    scale, sliding_window, soft_cap, config, interpret,
+    scale, sliding_window, soft_cap, config, page_size, interpret,
 ):  # fmt: skip
     item, head = lax.axis_index("item"), lax.axis_index("head")
     row, first_block, num_blocks = items_ref[item, 0], items_ref[item, 1], items_ref[item, 2]
     block, stages = config.block_tokens, config.stages
-    page_size, padded_group = k_ref.shape[2], q_ref.shape[2]
+    num_kv_heads, padded_group = q_ref.shape[1:3]
 
     @pl.when(num_blocks > 0)
     def _():
@@ -119,7 +127,7 @@ def _decode_item(
             for pages_ref, ring in ((k_ref, k_s), (v_ref, v_s)):
                 tiles.copy_block(
                     pages_ref, ring.at[slot], kv_barrier.at[slot], tables_ref, row, head,
-                    first_block + i, first_page, last_page, page_size,
+                    first_block + i, first_page, last_page, page_size, num_kv_heads,
                 )  # fmt: skip
 
         # The queries pass through the last slot of the ring unless they have a place of their own.
@@ -132,6 +140,14 @@ def _decode_item(
         plgpu.commit_smem()
         pl.when(stages - 1 < num_blocks)(lambda: fetch(jnp.int32(stages - 1)))
 
+        def mask(scores, start):
+            column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=tiles.LAYOUT)
+            position = start + column
+            seen = position < seq_len
+            if sliding_window is not None:
+                seen &= position >= window_start
+            return jnp.where(seen, scores, tiles.MASKED)
+
         def step(i, carry):
             acc, peak, total = carry
             slot = lax.rem(i, jnp.int32(stages))
@@ -139,13 +155,10 @@ def _decode_item(
             plgpu.barrier_wait(kv_barrier.at[slot])
             scores = tiles.matmul(queries, k_s.at[slot].transpose((1, 0)), None, interpret)
             scores = tiles.scale_scores(scores, scale, soft_cap)
-            position = start + plgpu.broadcasted_iota(
-                jnp.int32, scores.shape, 1, layout=tiles.LAYOUT
-            )
-            seen = position < seq_len
+            on_edge = start > seq_len - block
             if sliding_window is not None:
-                seen &= position >= window_start
-            scores = jnp.where(seen, scores, tiles.MASKED)
+                on_edge |= start < window_start
+            scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
             weights, acc, peak, total = tiles.softmax_step(scores, acc, peak, total)
             pl.when(start + block > seq_len)(
                 lambda: tiles.clear_unused(v_s.at[slot], seq_len - start)

@@ -65,6 +65,8 @@ def prefill_attention(
     body = functools.partial(
         _prefill_tile,
         heads=heads,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -72,7 +74,7 @@ def prefill_attention(
         interpret=interpret,
     )
     block, stages, consumers = config.block_tokens, config.stages, config.consumers
-    copies = tiles.copies_per_block(block, page_size)
+    copies = block // tiles.tokens_per_copy(page_size, head_size)
     dtype = q_tnh.dtype
     return plgpu.kernel(
         body,
@@ -96,20 +98,26 @@ def prefill_attention(
         compiler_params=tiles.COMPILER_PARAMS,
         kernel_name="paged_prefill",
         **({"interpret": interpret} if interpret else {}),
-    )(q_tnh, k_pages, v_pages, block_tables, seq_lens, items)
+    )(
+        q_tnh,
+        tiles.slabs(k_pages),
+        tiles.slabs(v_pages),
+        block_tables,
+        seq_lens,
+        items,
+    )
 
 
 def _prefill_tile(
     q_ref, k_ref, v_ref, tables_ref, lens_ref, items_ref, o_ref,
     q_s, o_s, k_s, v_s, q_barrier, k_full, v_full, k_free, v_free, cleared,
-    *, heads, scale, sliding_window, soft_cap, config, interpret,
+    *, heads, page_size, num_kv_heads, scale, sliding_window, soft_cap, config, interpret,
 ):  # fmt: skip
     item, head_tile = lax.axis_index("item"), lax.axis_index("heads")
     warp_group = lax.axis_index("warp_group")
     row, first_token, num_tokens, position = (items_ref[item, i] for i in range(4))
     block, stages, consumers = config.block_tokens, config.stages, config.consumers
-    page_size = k_ref.shape[2]
-    tiles_per_kv_head = q_ref.shape[1] // heads // k_ref.shape[1]
+    tiles_per_kv_head = q_ref.shape[1] // heads // num_kv_heads
     kv_head = lax.div(head_tile, jnp.int32(tiles_per_kv_head))
     first_head = head_tile * heads
     share = tokens_per_consumer(heads)
@@ -138,7 +146,7 @@ def _prefill_tile(
                 pl.when(i >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                 tiles.copy_block(
                     pages_ref, ring.at[slot], full.at[slot], tables_ref, row, kv_head,
-                    first_block + i, first_page, last_page, page_size,
+                    first_block + i, first_page, last_page, page_size, num_kv_heads,
                 )  # fmt: skip
 
     def consume():

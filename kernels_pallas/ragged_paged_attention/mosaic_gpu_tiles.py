@@ -87,28 +87,42 @@ def matmul(a: Any, b_ref: Any, acc: jax.Array | None, interpret: Any) -> jax.Arr
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b_ref))(plgpu.ACC.init(acc))
 
 
-def copies_per_block(block: int, page_size: int) -> int:
-    return block // min(block, page_size)
+_COPY_BYTES = 8192
+"""At most. With fewer and larger copies LLVM unrolls the loop that issues them, and registers spill."""
+
+
+def tokens_per_copy(page_size: int, head_size: int) -> int:
+    """A power of two, as page sizes are, for 16-bit numbers."""
+    fitting = _COPY_BYTES // (2 * head_size)
+    return min(1 << fitting.bit_length() - 1, page_size)
+
+
+def slabs(pages: jax.Array) -> jax.Array:
+    """Pages [num_pages, K, S, H] as what one copy brings: [num_pages * K * S / tokens, tokens, H], the same memory."""
+    _, _, page_size, head_size = pages.shape
+    return pages.reshape(-1, tokens_per_copy(page_size, head_size), head_size)
 
 
 def copy_block(
-    pages_ref: Any, tile_ref: Any, barrier: Any, table_ref: Any, row: jax.Array, head: jax.Array,
-    block_index: jax.Array, first_page: jax.Array, last_page: jax.Array, page_size: int,
+    slabs_ref: Any, tile_ref: Any, barrier: Any, table_ref: Any, row: jax.Array, head: jax.Array,
+    block_index: jax.Array, first_page: jax.Array, last_page: jax.Array,
+    page_size: int, num_kv_heads: int,
 ) -> None:  # fmt: skip
-    """Start the copies of one block of tokens of a request and head, `copies_per_block` arrivals on `barrier`.
+    """Start the copies of one block of tokens of a request and head, one arrival on `barrier` per `tokens_per_copy`.
 
     Pages outside first_page..last_page are never read; the nearest page inside takes their place, so that each block
     brings the same number of bytes. The slots that are filled this way must be masked.
     """
-    block = tile_ref.shape[0]
-    tokens = min(block, page_size)
+    block, tokens = tile_ref.shape[0], slabs_ref.shape[1]
+    slabs_per_page = page_size // tokens
     for i in range(block // tokens):
-        start = block_index * block + i * tokens
-        page = lax.clamp(first_page, lax.div(start, jnp.int32(page_size)), last_page)
-        source = pages_ref.at[table_ref[row, page], head]
-        if tokens < page_size:
-            source = source.at[pl.ds(lax.rem(start, jnp.int32(page_size)), tokens)]
-        plgpu.copy_gmem_to_smem(source, tile_ref.at[pl.ds(i * tokens, tokens)], barrier)
+        slab = block_index * (block // tokens) + i
+        page = lax.clamp(first_page, lax.div(slab, jnp.int32(slabs_per_page)), last_page)
+        index = table_ref[row, page] * num_kv_heads + head
+        if slabs_per_page > 1:
+            index = index * slabs_per_page + lax.rem(slab, jnp.int32(slabs_per_page))
+        part = tile_ref.at[pl.ds(i * tokens, tokens)]
+        plgpu.copy_gmem_to_smem(slabs_ref.at[index], part, barrier)
 
 
 def clear_unused(v_ref: Any, num_used: jax.Array) -> None:

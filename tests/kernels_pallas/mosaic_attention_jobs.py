@@ -265,12 +265,14 @@ def _kernel_reports(dump: Path) -> list[dict[str, Any]]:
     for path in sorted(dump.glob("*.ptx")):
         ptx = path.read_text()
         ptxas = path.with_suffix(".ptxas").read_text()
-        shared = re.search(r"smem_scratch_bytes=(\d+)", _resources(path))
+        kernel = re.sub(r"_\d+$", "", path.stem)
+        resources = "".join(p.read_text() for p in dump.glob(f"{kernel}_[0-9]*.resources.txt"))
+        shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
         after_last_matmul = ptx[ptx.rindex("wgmma.mma_async") :] if "wgmma.mma" in ptx else ""
         refill = after_last_matmul.partition("cp.async.bulk.tensor")[0]
         reports.append(
             {
-                "kernel": re.sub(r"_\d+$", "", path.stem),
+                "kernel": kernel,
                 "registers": int(re.search(r"Used (\d+) registers", ptxas)[1]),
                 "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", ptxas)),
                 "shared_memory": int(shared[1]) if shared else None,
@@ -281,11 +283,6 @@ def _kernel_reports(dump: Path) -> list[dict[str, Any]]:
             }
         )
     return reports
-
-
-def _resources(ptx_path: Path) -> str:
-    path = ptx_path.with_name(ptx_path.stem + ".resources.txt")
-    return path.read_text() if path.exists() else ""
 
 
 def chosen_backend(

@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
     ),
     "page_off_by_one": (
         DECODE_FAULT_CASE, "tiles",
-        [("lax.div(start, jnp.int32(page_size)), last_page", "lax.div(start, jnp.int32(page_size)) + 1, last_page")],
+        [("lax.clamp(first_page, lax.div(", "lax.clamp(first_page, 1 + lax.div(")],
     ),
     "pages_before_the_window_read": (
         WINDOW_FAULT_CASE, "decode",
