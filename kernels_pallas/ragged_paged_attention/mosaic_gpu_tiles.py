@@ -116,11 +116,13 @@ def copy_block(
     block, tokens = tile_ref.shape[0], slabs_ref.shape[1]
     slabs_per_page = page_size // tokens
     for i in range(block // tokens):
+        # Page sizes are powers of two: shifts and masks take fewer registers than signed division.
         slab = block_index * (block // tokens) + i
-        page = lax.clamp(first_page, lax.div(slab, jnp.int32(slabs_per_page)), last_page)
+        page = lax.shift_right_logical(slab, jnp.int32(slabs_per_page.bit_length() - 1))
+        page = lax.clamp(first_page, page, last_page)
         index = table_ref[row, page] * num_kv_heads + head
         if slabs_per_page > 1:
-            index = index * slabs_per_page + lax.rem(slab, jnp.int32(slabs_per_page))
+            index = index * slabs_per_page + (slab & (slabs_per_page - 1))
         part = tile_ref.at[pl.ds(i * tokens, tokens)]
         plgpu.copy_gmem_to_smem(slabs_ref.at[index], part, barrier)
 
