@@ -24,12 +24,13 @@ endif
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
-.PHONY: help demo test test-main test-jax-floor lint bench lock clean
+.PHONY: help demo test test-main test-jax-floor test-kernels lint bench lock clean
 
 help:
 	@echo "make demo            chat with SmolLM2-135M on this machine's CPU or GPU, several requests in one batch"
 	@echo "make test            all tests (installs about 7 GB: torch and CUDA's compilers among it)"
 	@echo "make test-jax-floor  kernels and a smoke run on the oldest supported JAX ($(FLOOR_JAX))"
+	@echo "make test-kernels    the long runs of the GPU kernels: every planted fault, shape and many random batches"
 	@echo "make lint            ruff, mypy on engine/, import-linter"
 	@echo "make bench           offline throughput and start-up time (BENCH_ARGS=... reaches benchmarks/offline.py)"
 	@echo "make lock            resolve constraints.txt again"
@@ -95,6 +96,9 @@ test-main: $(VENV)/.stamp-test
 
 test-jax-floor: $(FLOOR)/.stamp
 	$(FLOOR)/bin/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/test_smoke.py
+
+test-kernels: $(VENV)/.stamp-test
+	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
