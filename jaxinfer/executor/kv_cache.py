@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
-
-KVCache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Per layer the key and the value pages, each [num_pages, kv_head, page_size, head_dim]."""
+from jaxinfer.models.decoder import KVCache
 
 CPU_DEFAULT_BYTES = 1 << 30
 """On a CPU the cache shares its memory with everything else that runs there; more is for the user to ask for."""

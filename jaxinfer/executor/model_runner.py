@@ -12,10 +12,10 @@ import numpy as np
 from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.input_batch import InputBatch
-from jaxinfer.executor.kv_cache import KVCache
 from jaxinfer.executor.logprobs import TokenLogprobs
 from jaxinfer.executor.programs import INVALID_TOKEN, Programs
 from jaxinfer.executor.sampling_rows import SamplingRows
+from jaxinfer.models.decoder import KVCache
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
-from jaxinfer.executor.kv_cache import KVCache
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.program_cache import ProgramCache
@@ -28,6 +27,7 @@ from jaxinfer.executor.sampler_features import SamplerFeatures, all_features, lo
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import ACTIVE, NUM_COLUMNS, ROW
 from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.parallel.mesh import replicated
 

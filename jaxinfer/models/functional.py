@@ -16,8 +16,7 @@ from jaxinfer.models.decoder import Decoder, KVCache, logits_of
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
-
-LeafPath = tuple[str, ...]
+from jaxinfer.weights.plan import LeafPath
 
 
 @dataclass(frozen=True)
