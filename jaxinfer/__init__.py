@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+    from jaxinfer.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -31,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _MODULES = {
@@ -40,6 +42,7 @@ _MODULES = {
     "EngineDeadError": "jaxinfer.engine.errors",
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
+    "StructuredOutputsParams": "jaxinfer.structured_outputs",
 } | dict.fromkeys(
     ("CompletionOutput", "Logprob", "RequestFailedError", "RequestMetrics", "RequestOutput"),
     "jaxinfer.outputs",

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.structured_outputs import StructuredOutputsParams
+
 logger = logging.getLogger(__name__)
 
 _GREEDY_BELOW = 1e-5
@@ -59,6 +61,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         logit_bias: Added to the logits of these token ids, clamped to [-100, 100].
         allowed_token_ids: Only these may be sampled.
         bad_words: Words whose token sequences are never completed.
+        structured_outputs: What the output has to look like: a JSON schema, a regular expression …
         skip_reading_prefix_cache: Compute the whole prompt, whatever of it is cached. Default (None): only where
             `prompt_logprobs` makes that necessary.
     """
@@ -90,6 +93,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     bad_words_token_ids: list[list[int]] | None = None
     """Set by the frontend from `bad_words`: every way each word is tokenized."""
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_N)
@@ -107,6 +111,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._check_lengths()
         self._check_stops()
         self._check_token_rules()
+        self._check_structured_outputs()
         for name in (
             "ignore_eos",
             "detokenize",
@@ -181,6 +186,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             for ids in self.bad_words_token_ids:
                 if not _token_ids("bad_words_token_ids", ids):
                     raise ValueError("bad_words_token_ids must not hold an empty list.")
+
+    def _check_structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if isinstance(given, dict):
+            try:
+                given = self.structured_outputs = StructuredOutputsParams(**given)
+            except TypeError as error:
+                raise ValueError(f"structured_outputs: {error}.") from None
+        if given is not None and not isinstance(given, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}."
+            )
 
     @property
     def greedy(self) -> bool:

@@ -48,20 +48,31 @@ class Scheduler:
         self._num_preemptions = 0
         self._running_batch: Batch | None = None
 
-    def add_request(self, message: EngineCoreRequest) -> None:
+    def add_request(self, message: EngineCoreRequest) -> Request:
+        """A request with a grammar waits for `start` before it queues."""
         request = Request(message, self._model, self._num_arrived)
         self._num_arrived += 1
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if request.is_guided:
+            request.state = RequestState.COMPILING
+        else:
+            self.waiting.add(request)
+        return request
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """Queue requests whose grammars are compiled, each where its arrival puts it."""
+        for request in requests:
+            request.state = RequestState.WAITING
+            self.waiting.put_back(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """End requests in whatever state they are. Their rows and blocks can be handed out at once: the device runs
         the steps in order, so those in flight are through with them before the next one begins."""
         ended = {r for r in requests if r.state is not RequestState.FINISHED}
-        waiting = {r for r in ended if r.state is not RequestState.RUNNING}
-        if waiting:
+        running = {r for r in ended if r.state is RequestState.RUNNING}
+        if waiting := ended - running:
             self.waiting.remove(waiting)
-        if running := ended - waiting:
+        if running:
             self._release(running)
         for request in ended:
             request.state = RequestState.FINISHED
@@ -102,7 +113,7 @@ class Scheduler:
             self.finish(update.ended)
         update.outputs.stats = SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.requests) - len(self.running),
             kv_cache_usage=self.kv.pool.usage,
             num_scheduled_tokens=step.plan.num_tokens,
             num_preemptions=self._num_preemptions,

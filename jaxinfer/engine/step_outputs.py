@@ -60,9 +60,10 @@ class StepUpdate:
         self._positions = None if positions is None else positions.tolist()
         self.outputs.request_ids = batch.request_ids
         self.outputs.token_ids = tokens.tolist()
-        for i in np.flatnonzero(
-            rows_to_check(self._table, batch.rows, tokens, num_output)
-        ).tolist():
+        due = rows_to_check(self._table, batch.rows, tokens, num_output)
+        if self._table.num_guided:
+            due |= self._table.guided[batch.rows]
+        for i in np.flatnonzero(due).tolist():
             self._end(batch.requests[i], int(tokens[i]), int(num_output[i]))
 
     def _append_preempted(self, position: int) -> None:
@@ -79,7 +80,14 @@ class StepUpdate:
         self._end(request, token, len(request.output_token_ids))
 
     def _end(self, request: Request, token: int, num_output: int) -> None:
-        end = end_of(request, token, num_output)
+        """End the request if its new token does, which its grammar hears of too."""
+        error = None if request.matcher is None else request.matcher.accept(token)
+        if error is not None:
+            end: FinishedRequest | None = FinishedRequest(
+                request.request_id, FinishReason.ERROR, f"structured_outputs: {error}"
+            )
+        else:
+            end = end_of(request, token, num_output)
         if end is not None:
             self.ended.append(request)
             self.outputs.finished.append(end)
