@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.grammars import GrammarBackend, GrammarQueue
+from jaxinfer.engine.jump_ahead import forced_runs
 from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -148,6 +149,8 @@ class EngineCore:
                 self._read_oldest()
             mask, stuck = self._masks.build(step)
             self._in_flight.append((step, self._executor.sample_tokens(mask)))
+            if self._config.scheduler.grammar_jump_ahead:
+                self.scheduler.force(step, forced_runs(step, mask, self.scheduler.table))
         except KeyboardInterrupt as error:
             # Nobody knows how much of the step has begun.
             self._die(error)

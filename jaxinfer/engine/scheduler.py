@@ -18,7 +18,7 @@ from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, Que
 from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.kv_cache_manager import KVCacheManager, TableEntries
 from jaxinfer.engine.messages import Admission, EngineCoreOutputs, EngineCoreRequest
-from jaxinfer.engine.plan import AdmittedRow, Int32, StepPlan, StepResult
+from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, Int32, StepPlan, StepResult
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.request_queue import create_request_queue
@@ -47,6 +47,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_preemptions = 0
         self._running_batch: Batch | None = None
+        self._forced: dict[int, ForcedTokens] = {}
 
     def add_request(self, message: EngineCoreRequest) -> Request:
         """A request with a grammar waits for `start` before it queues."""
@@ -105,6 +106,17 @@ class Scheduler:
             index = np.argsort(counts != 1, kind="stable")
             batch, counts = batch.take(index), counts[index]
         return self._plan(batch, counts, TableEntries.join(entries), admitted)
+
+    def force(self, step: ScheduledStep, tokens: dict[int, Int32]) -> None:
+        """Let the rows at these positions of a step that is being sampled go on with the tokens that their grammars
+        force: the first one is being sampled, those after it need no sampling."""
+        table = self.table
+        for position, forced in tokens.items():
+            row = int(step.batch.rows[position])
+            start = int(table.num_tokens[row]) - 1
+            table.num_tokens[row] += len(forced) - 1
+            step.forced[position] = forced[1:]
+            self._forced[row] = ForcedTokens(row, start, forced)
 
     def update(self, step: ScheduledStep, result: StepResult) -> EngineCoreOutputs:
         """Append the step's tokens and end the requests that they complete."""
@@ -181,6 +193,7 @@ class Scheduler:
         self.prefix_cache.release(requests)
         num_free = self.kv.pool.num_free
         for request in requests:
+            self._forced.pop(request.row, None)
             self.kv.free(request.row)
             self.table.release(request)
         return self.kv.pool.num_free - num_free
@@ -266,7 +279,9 @@ class Scheduler:
             block_rows=entries.rows,
             block_cols=entries.cols,
             block_ids=entries.blocks,
+            forced=list(self._forced.values()),
         )
+        self._forced = {}
         now = time.monotonic() if admitted else 0.0
         return ScheduledStep(
             plan=plan,
