@@ -14,7 +14,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
     Args:
         json: A JSON schema, as a dict or as text: the output is a document that it accepts.
-        regex: The whole output matches this regular expression (Rust's syntax: no look-around, no backreferences).
+        regex: The whole output matches this regular expression (Rust's syntax: no look-around, no backreferences;
+            digits, word characters and spaces are those of ASCII).
         choice: The output is one of these strings.
         grammar: A context-free grammar in Lark's notation (llguidance's dialect, with a rule `start`) or in GBNF
             (with a rule `root ::=`).
@@ -64,7 +65,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
                 raise ValueError(
                     "structured_outputs: choice must hold at least one string, and no empty ones."
                 )
-        if self.json_object not in (None, True):
+        if self.json_object is not None and self.json_object is not True:
             raise ValueError(
                 f"structured_outputs: json_object must be True, got {self.json_object!r}."
             )

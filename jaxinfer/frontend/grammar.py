@@ -80,9 +80,11 @@ def _schema_grammar(name: str, schema: Any, closed: bool, options: str) -> str:
 
 @functools.lru_cache(_CACHED)
 def _regex(pattern: str) -> str:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
-    return _checked("regex", LLMatcher.grammar_from_regex(pattern))
+    # \d, \w and \s as in other engines: of ASCII. Rust's would take the digits of every script.
+    lark = f"start: /{regex_to_lark(pattern, 'dws')}/"
+    return _checked("regex", LLMatcher.grammar_from_lark(lark))
 
 
 @functools.lru_cache(_CACHED)
