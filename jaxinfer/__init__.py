@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.async_llm import AsyncLLM
+    from jaxinfer.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxinfer.config import EngineArgs
     from jaxinfer.engine.errors import EngineDeadError
     from jaxinfer.llm import LLM
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineDeadError",
@@ -43,6 +47,9 @@ _MODULES = {
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
     "StructuredOutputsParams": "jaxinfer.structured_outputs",
+    "BeamSearchOutput": "jaxinfer.beam_search",
+    "BeamSearchParams": "jaxinfer.beam_search",
+    "BeamSearchSequence": "jaxinfer.beam_search",
 } | dict.fromkeys(
     ("CompletionOutput", "Logprob", "RequestFailedError", "RequestMetrics", "RequestOutput"),
     "jaxinfer.outputs",

@@ -96,18 +96,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self.n = _integer("n", self.n, 1, MAX_N)
-        self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self.frequency_penalty = _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty, 0.0)
+        self.n = check_integer("n", self.n, 1, MAX_N)
+        self.presence_penalty = check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = check_real("repetition_penalty", self.repetition_penalty, 0.0)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be greater than 0, got 0.")
-        self.temperature = _real("temperature", self.temperature, 0.0)
-        self.top_p = _real("top_p", self.top_p, 0.0, 1.0)
+        self.temperature = check_real("temperature", self.temperature, 0.0)
+        self.top_p = check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be in (0, 1], got 0.")
-        self.top_k = _integer("top_k", self.top_k, -1, _INT32_MAX)
-        self.min_p = _real("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = check_integer("top_k", self.top_k, -1, _INT32_MAX)
+        self.min_p = check_real("min_p", self.min_p, 0.0, 1.0)
         self._check_lengths()
         self._check_stops()
         self._check_token_rules()
@@ -144,18 +144,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+            self.max_tokens = check_integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        self.min_tokens = check_integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}."
             )
         if self.logprobs is not None:
-            self.logprobs = _integer("logprobs", self.logprobs, -1, _INT32_MAX)
+            self.logprobs = check_integer("logprobs", self.logprobs, -1, _INT32_MAX)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = _integer("prompt_logprobs", self.prompt_logprobs, -1, _INT32_MAX)
+            self.prompt_logprobs = check_integer(
+                "prompt_logprobs", self.prompt_logprobs, -1, _INT32_MAX
+            )
         if self.seed is not None:
-            self.seed = _integer("seed", self.seed, _INT64_MIN, _INT64_MAX)
+            self.seed = check_integer("seed", self.seed, _INT64_MIN, _INT64_MAX)
             if self.seed == -1:
                 self.seed = None
 
@@ -210,7 +212,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def check_integer(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int. Raises `ValueError` with the name and the limits."""
     if type(value) is not int:
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}.")
@@ -222,7 +225,8 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _real(name: str, value: Any, low: float, high: float = math.inf) -> float:
+def check_real(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """The value as a float. Raises `ValueError` with the name and the limits."""
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise ValueError(f"{name} must be a number, got {value!r}.")
@@ -254,7 +258,7 @@ def _strings(name: str, values: Any) -> list[str]:
 
 def _token_ids(name: str, values: Any) -> list[int]:
     return [
-        _integer(f"{name}[{i}]", value, 0, _INT32_MAX)
+        check_integer(f"{name}[{i}]", value, 0, _INT32_MAX)
         for i, value in enumerate(_items(name, values, "token ids"))
     ]
 
@@ -266,7 +270,7 @@ def _logit_bias(biases: Any) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, bias in biases.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token_id = _integer("logit_bias key", token_id, 0, _INT32_MAX)
+        token_id = check_integer("logit_bias key", token_id, 0, _INT32_MAX)
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise ValueError(f"logit_bias[{token_id}] must be a number, got {bias!r}.")
         checked[token_id] = float(min(100.0, max(-100.0, bias)))

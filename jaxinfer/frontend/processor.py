@@ -73,7 +73,7 @@ class Processor:
         self._config = config
         self._tokenizer = tokenizer
         generation_config = generation_config or {}
-        self._eos_token_ids = eos_token_ids(generation_config, tokenizer, config.vocab_size)
+        self.eos_token_ids = eos_token_ids(generation_config, tokenizer, config.vocab_size)
         self.sampling_defaults = (
             _sampling_defaults(generation_config) if use_generation_defaults else {}
         )
@@ -106,7 +106,7 @@ class Processor:
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_time=arrival_time,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             priority=int(priority),
             cache_salt=_cache_salt(prompt),
             grammar=_grammar(params),
