@@ -24,6 +24,10 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    causal: bool = True,
+    sinks: jax.Array | None = None,
+    kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    return_lse: bool = False,
     decode_only: bool = False,
     decode_config: DecodeConfig | None = None,
     prefill_config: PrefillConfig | None = None,
@@ -39,7 +43,10 @@ def ragged_paged_attention(
     Raises:
         ValueError: shapes that `mosaic_gpu_config.unsupported` names, or a config that does not fit the GPU.
     """
-    if (reason := mosaic_gpu_config.unsupported(q_tnh, kv_pages[0])) is not None:
+    reason = mosaic_gpu_config.unsupported(
+        q_tnh, kv_pages[0], causal=causal, has_sinks=sinks is not None, return_lse=return_lse
+    )
+    if reason is not None:
         raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
     head_size = q_tnh.shape[2]
     options = {
