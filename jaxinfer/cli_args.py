@@ -27,6 +27,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "served_model_name": "name under which the model answers",
         "seed": "seed of requests that bring none",
         "max_logprobs": "most logprobs that a request may ask for",
+        "logprobs_mode": "report log probabilities or logits, as the model gives them or after processing",
     },
     "memory": {
         "gpu_memory_utilization": "fraction of the device's memory to use, in (0, 1]",

@@ -7,12 +7,15 @@ two needs the model's own limits, which the caller reads from the checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "xxhash"]
 WarmupPolicy = Literal["all", "lazy"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+"""What is reported of output tokens: log probabilities or logits; raw as the model gives them, or processed: what was
+sampled from, after masks, biases, penalties, temperature and filters."""
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -31,6 +34,7 @@ class ModelConfig:
     seed: int = 0
     served_model_name: str | None = None
     max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     generation_config: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
@@ -178,6 +183,7 @@ class EngineArgs:
             ("scheduling_policy", ("fcfs", "priority")),
             ("prefix_caching_hash_algo", ("sha256", "xxhash")),
             ("warmup", ("all", "lazy")),
+            ("logprobs_mode", get_args(LogprobsMode)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
@@ -212,6 +218,7 @@ class EngineArgs:
                 seed=self.seed,
                 served_model_name=self.served_model_name,
                 max_logprobs=self.max_logprobs,
+                logprobs_mode=self.logprobs_mode,
             ),
             load=LoadConfig(self.load_format, self.download_dir, self.revision),
             cache=CacheConfig(

@@ -66,6 +66,7 @@ class MeshExecutor:
             num_blocks=config.max_blocks_per_seq + 1,
             block_size=config.cache.block_size,
             max_logprobs=config.model.max_logprobs,
+            logprobs_mode=config.model.logprobs_mode,
         )
         num_blocks = _size_cache(config, programs, leaves, memory)
         programs = replace(programs, num_blocks=num_blocks)

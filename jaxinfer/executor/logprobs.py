@@ -1,5 +1,4 @@
-"""Log probabilities of chosen tokens and of the likeliest ones, from raw logits (before penalties, masks and
-temperature)."""
+"""Log probabilities of chosen tokens and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -25,10 +24,15 @@ class TokenLogprobs(NamedTuple):
     ranks: jax.Array  # [N] int32
 
 
-def token_logprobs(logits: jax.Array, chosen: jax.Array, num_logprobs: int) -> TokenLogprobs:
-    """Logprobs of `chosen` [N] and of the `num_logprobs` likeliest tokens under `logits` [N, V] float32."""
-    peak = jnp.max(logits, axis=1, keepdims=True)
-    log_total = peak + jnp.log(jnp.sum(jnp.exp(logits - peak), axis=1, keepdims=True))
+def token_logprobs(
+    logits: jax.Array, chosen: jax.Array, num_logprobs: int, *, normalized: bool = True
+) -> TokenLogprobs:
+    """Logprobs of `chosen` [N] and of the `num_logprobs` likeliest tokens under `logits` [N, V] float32; the logits
+    themselves where they are not to be `normalized`."""
+    log_total = jnp.zeros((), logits.dtype)
+    if normalized:
+        peak = jnp.max(logits, axis=1, keepdims=True)
+        log_total = peak + jnp.log(jnp.sum(jnp.exp(logits - peak), axis=1, keepdims=True))
     own = jnp.take_along_axis(logits, chosen[:, None], axis=1)
     ranks = 1 + jnp.sum(logits > own, axis=1, dtype=jnp.int32)
     values, ids = lax.top_k(logits, num_logprobs)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.config import LogprobsMode
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
@@ -82,6 +83,7 @@ def forward_step(
 def sample_step(
     decoder: FunctionalDecoder,
     features: SamplerFeatures,
+    logprobs_mode: LogprobsMode,
     head: jax.Array,
     hidden: jax.Array,
     last_tokens: jax.Array,
@@ -92,7 +94,9 @@ def sample_step(
     """Sample a token for each row of `hidden` [R, E] with the parameters in `packed` (see `SamplingRows.gather`);
     `last_tokens` and `state` are donated."""
     logits = decoder.logits(head, hidden)
-    out, state = sample(logits, packed, state, mask_words, features=features)
+    out, state = sample(
+        logits, packed, state, mask_words, features=features, logprobs_mode=logprobs_mode
+    )
     padding = last_tokens.shape[0] - 1
     targets = jnp.where(packed[:, ACTIVE] != 0, packed[:, ROW], padding)
     return SampleResult(
@@ -135,6 +139,7 @@ class Programs:
     num_blocks: int
     block_size: int
     max_logprobs: int
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def forward(self, shape: StepShape) -> jax.stages.Compiled:
         return self.cache.get(("forward", shape), self._compile(self.lower_forward, shape))
@@ -164,7 +169,7 @@ class Programs:
         words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
         state = self.sampler_state.abstract() if features.stateful else None
         return jax.jit(
-            partial(sample_step, self.decoder, features),
+            partial(sample_step, self.decoder, features, self.logprobs_mode),
             donate_argnums=(2, 3) if state else 2,
         ).lower(
             self._head,

@@ -1,6 +1,6 @@
 """From logits to tokens on the device, in the order that vLLM documents.
 
-Logprobs come from the raw logits. Then: token mask (allowed ids, bad words, min_tokens and
+Logprobs come from the raw logits unless the engine is told otherwise (`LogprobsMode`). Then: token mask (allowed ids, bad words, min_tokens and
 grammars arrive as one), logit_bias, penalties; greedy rows take the argmax of that. For the others:
 temperature, min-p, top-k, top-p, draw.
 """
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.config import LogprobsMode
 from jaxinfer.executor import sampling_rows as columns
 from jaxinfer.executor.categorical import draw, uniform_pair
 from jaxinfer.executor.logprobs import TokenLogprobs, token_logprobs
@@ -23,7 +24,7 @@ from jaxinfer.executor.penalties import (
     count_tokens,
 )
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
-from jaxinfer.executor.token_filter import BLOCK, block_maxima, token_filter
+from jaxinfer.executor.token_filter import BLOCK, TokenFilter, block_maxima, token_filter
 
 
 class SampleOutput(NamedTuple):
@@ -42,6 +43,7 @@ def sample(
     mask_words: jax.Array | None,
     *,
     features: SamplerFeatures,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[SampleOutput, SamplerArrays | None]:
     """Choose a token for each row. To be called inside a jitted program that donates `state`.
 
@@ -84,13 +86,31 @@ def sample(
         state = state._replace(tokens=count_tokens(state.tokens, row, token_ids, active))
     scored = None
     if features.num_logprobs is not None:
-        scored = token_logprobs(logits, token_ids, features.num_logprobs)
+        if logprobs_mode.startswith("processed"):
+            logits = _processed(x, maxima, packed)[:, :V]
+        normalized = logprobs_mode.endswith("logprobs")
+        scored = token_logprobs(logits, token_ids, features.num_logprobs, normalized=normalized)
     return SampleOutput(token_ids, ~jnp.isfinite(jnp.max(maxima, axis=1)), scored), state
 
 
 def _sample_random(
     logits: jax.Array, maxima: jax.Array, greedy: jax.Array, packed: jax.Array
 ) -> jax.Array:
+    random, temperature, kept = _filter(logits, maxima, packed)
+    peak = jnp.max(maxima, axis=1)[:, None]
+
+    def weights_of(x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.where(kept.keeps(x, index), jnp.exp((x - peak) / temperature[:, None]), 0)
+
+    seed = packed[:, columns.SEED_HIGH], packed[:, columns.SEED_LOW]
+    drawn = draw(weights_of, logits, uniform_pair(*seed, packed[:, columns.POSITION]))
+    return jnp.where(random & (drawn < logits.shape[1]), drawn, greedy)
+
+
+def _filter(
+    logits: jax.Array, maxima: jax.Array, packed: jax.Array
+) -> tuple[jax.Array, jax.Array, TokenFilter]:
+    """Which rows are random, by what to divide their logits (1 for others), and the tokens that are left."""
     temperature = _floats(packed, columns.TEMPERATURE)
     random = temperature > 0
     temperature = jnp.where(random, temperature, 1.0)
@@ -103,14 +123,14 @@ def _sample_random(
         jnp.where(random, _floats(packed, columns.TOP_P), 1.0),
         jnp.where(random, _floats(packed, columns.MIN_P), 0.0),
     )
-    peak = jnp.max(maxima, axis=1)[:, None]
+    return random, temperature, kept
 
-    def weights_of(x: jax.Array, index: jax.Array) -> jax.Array:
-        return jnp.where(kept.keeps(x, index), jnp.exp((x - peak) / temperature[:, None]), 0)
 
-    seed = packed[:, columns.SEED_HIGH], packed[:, columns.SEED_LOW]
-    drawn = draw(weights_of, logits, uniform_pair(*seed, packed[:, columns.POSITION]))
-    return jnp.where(random & (drawn < logits.shape[1]), drawn, greedy)
+def _processed(logits: jax.Array, maxima: jax.Array, packed: jax.Array) -> jax.Array:
+    """Logits of the distribution that random rows are drawn from, and that greedy ones take the largest of."""
+    _, temperature, kept = _filter(logits, maxima, packed)
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(kept.keeps(logits, index), logits / temperature[:, None], -jnp.inf)
 
 
 def _argmax(logits: jax.Array, maxima: jax.Array) -> jax.Array:

@@ -76,3 +76,59 @@ def test_the_argmax_has_rank_one_also_when_it_ties():
     logits[:, [3, 9]] = 2.0
     scored = logprobs.token_logprobs(jnp.asarray(logits), jnp.asarray([9, 0]), 2)
     np.testing.assert_array_equal(np.asarray(scored.ranks), [1, 3])
+
+
+@pytest.mark.parametrize(
+    "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+)
+def test_modes_against_numpy(mode):
+    """A greedy row, a biased one, one with a temperature, one of which top-k and min-p leave little; a mask on all."""
+    params = [
+        SamplingParams(temperature=0.0, logprobs=4),
+        SamplingParams(temperature=1.0, logprobs=4, logit_bias={7: 5.0}, repetition_penalty=1.5),
+        SamplingParams(temperature=0.5, logprobs=4, seed=1),
+        SamplingParams(temperature=2.0, logprobs=4, top_k=6, min_p=0.05, seed=2),
+    ]
+    R, k, prompt = len(params), 4, np.array([1, 2, 2])
+    logits = (np.random.default_rng(4).standard_normal((R, V)) * 2).astype(np.float32)
+    rows = SamplingRows(R, V, max_logprobs=k)
+    for row, param in enumerate(params):
+        rows.set_row(row, param, prompt, len(prompt))
+    order, every = np.arange(R), np.ones(R, bool)
+    forbidden = [0, 40]
+    mask = rows.mask_words(None, R)
+    for token in forbidden:
+        mask[:, token // 32] &= ~np.uint32(1 << (token % 32))
+    state = SamplerState(R, V)
+    state.update(rows)
+    out, _ = jax.jit(sample, static_argnames=("features", "logprobs_mode"))(
+        logits,
+        rows.gather(order, order, every, R),
+        state.arrays,
+        mask,
+        features=rows.features(order, every, masked=True),
+        logprobs_mode=mode,
+    )
+    expected = logits.astype(np.float64)
+    if mode.startswith("processed"):
+        expected[:, forbidden] = -np.inf
+        expected[1, 7] += 5
+        for token in prompt:
+            expected[1, token] = logits[1, token] * (1 / 1.5 if logits[1, token] > 0 else 1.5)
+        expected[2] /= 0.5
+        expected[3] /= 2.0
+        probabilities = np.exp(expected[3] - expected[3].max())
+        worst = np.sort(expected[3])[-6]
+        expected[3, (expected[3] < worst) | (probabilities < 0.05)] = -np.inf
+    if mode.endswith("logprobs"):
+        expected = log_softmax(expected, axis=1)
+    ids, values, ranks = (np.asarray(x) for x in out.logprobs)
+    chosen = np.asarray(out.token_ids)
+    np.testing.assert_array_equal(ids[:, 0], chosen)
+    got = np.take_along_axis(expected, ids, axis=1)
+    np.testing.assert_allclose(values, got, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        values[:, 1:], -np.sort(-expected, axis=1)[:, :k], rtol=1e-4, atol=1e-4
+    )
+    own = expected[np.arange(R), chosen][:, None]
+    np.testing.assert_array_equal(ranks, 1 + (expected > own).sum(axis=1))
