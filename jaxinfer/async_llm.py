@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -151,8 +151,21 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes: requests that come from now on compute their prompts anew, also while others
         run. True: it is done."""
-        self._client.reset_prefix_cache()
+        await asyncio.wrap_future(self._client.call("reset_prefix_cache"))
         return True
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        await asyncio.wrap_future(self._client.call("sleep", level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await asyncio.wrap_future(
+            self._client.call("wake_up", None if tags is None else list(tags))
+        )
+
+    async def is_sleeping(self) -> bool:
+        return await asyncio.wrap_future(self._client.call("is_sleeping"))
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

@@ -150,8 +150,23 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes: requests that come from now on compute their prompts anew. True: it is done."""
-        self._client.reset_prefix_cache()
+        self._client.call("reset_prefix_cache").result()
         return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory for something else (a training step). At level 1 the host keeps the weights; at level
+        2 they are dropped, and read from the checkpoint again. Cached prefixes are forgotten.
+
+        Raises `ValueError` for another level, and `generate` does until `wake_up`.
+        """
+        self._client.call("sleep", level).result()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave away: "weights", "kv_cache", or both (None)."""
+        self._client.call("wake_up", None if tags is None else list(tags)).result()
+
+    def is_sleeping(self) -> bool:
+        return self._client.call("is_sleeping").result()
 
     def shutdown(self) -> None:
         self._client.shutdown()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.errors import EngineDeadError
@@ -18,7 +20,6 @@ from jaxinfer.engine.messages import (
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
-    ResetPrefixCache,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class EngineCoreClient(Protocol):
         of them, but outputs that are already under way may still name them."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Requests added from now on read nothing from the prefix cache that was computed before."""
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """`EngineCore.call` between two steps; the future holds its result or what it raised."""
         ...
 
     def has_unfinished(self) -> bool:
@@ -54,6 +55,20 @@ class EngineCoreClient(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    future: Future[Any]
+    name: str
+    arguments: tuple[Any, ...]
+
+
+def _settle(future: Future[Any], core: EngineCore, name: str, arguments: Iterable[Any]) -> None:
+    try:
+        future.set_result(core.call(name, *arguments))
+    except Exception as error:
+        future.set_exception(error)
+
+
 class InprocClient:
     """The core in the caller's thread: `get_output` runs one step."""
 
@@ -66,8 +81,10 @@ class InprocClient:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._core.abort_requests(request_ids)
 
-    def reset_prefix_cache(self) -> None:
-        self._core.reset_prefix_cache()
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        _settle(future, self._core, name, arguments)
+        return future
 
     def get_output(self) -> EngineCoreOutputs:
         """Run a step and return what came of it: nothing where a step has only been launched so far. A step that
@@ -95,9 +112,7 @@ class ThreadClient:
     def __init__(self, core: EngineCore, on_outputs: Callable[[EngineCoreOutputs], None]) -> None:
         self._core = core
         self._on_outputs = on_outputs
-        self._inbox: SimpleQueue[EngineCoreRequest | list[str] | ResetPrefixCache | None] = (
-            SimpleQueue()
-        )
+        self._inbox: SimpleQueue[EngineCoreRequest | list[str] | _Call | None] = SimpleQueue()
         self._unfinished: set[str] = set()
         self._lock = threading.Lock()
         self._dead: BaseException | None = None
@@ -120,8 +135,12 @@ class ThreadClient:
             if known:
                 self._inbox.put(known)
 
-    def reset_prefix_cache(self) -> None:
-        self._inbox.put(ResetPrefixCache())
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._check_thread()
+            self._inbox.put(_Call(future, name, arguments))
+        return future
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
@@ -141,7 +160,14 @@ class ThreadClient:
                 self._dead = EngineDeadError("The engine was shut down.")
             self._inbox.put(None)
         self._thread.join()
+        self._drop_calls()
         self._core.shutdown()
+
+    def _drop_calls(self) -> None:
+        """Nobody takes what is left in the inbox."""
+        while not self._inbox.empty():
+            if isinstance(message := self._inbox.get(), _Call):
+                message.future.set_exception(EngineDeadError("The engine core's thread has ended."))
 
     def _run(self) -> None:
         try:
@@ -161,8 +187,8 @@ class ThreadClient:
                 return False
             if isinstance(message, list):
                 self._core.abort_requests(message)
-            elif isinstance(message, ResetPrefixCache):
-                self._core.reset_prefix_cache()
+            elif isinstance(message, _Call):
+                _settle(message.future, self._core, message.name, message.arguments)
             else:
                 self._core.add_request(message)
 
@@ -177,6 +203,7 @@ class ThreadClient:
         """Nothing comes out of the thread any more: say so to whoever still waits."""
         with self._lock:
             self._dead = error
+            self._drop_calls()
             left = sorted(self._unfinished)
             self._unfinished.clear()
         logger.error("The engine core's thread has ended.", exc_info=error)

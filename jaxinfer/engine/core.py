@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.errors import EngineDeadError
@@ -16,7 +17,7 @@ from jaxinfer.engine.messages import (
     FinishedRequest,
     FinishReason,
 )
-from jaxinfer.engine.plan import Executor, StepHandle
+from jaxinfer.engine.plan import SLEEP_TAGS, Executor, StepHandle
 from jaxinfer.engine.request import check_request
 from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.scheduler import Scheduler
@@ -25,6 +26,7 @@ from jaxinfer.engine.token_masks import TokenMaskBuilder
 logger = logging.getLogger(__name__)
 
 NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words, min_tokens and structured_outputs together exclude all of them."
+CALLS = ("reset_prefix_cache", "sleep", "wake_up", "is_sleeping")
 _GRAMMAR_WAIT_SECONDS = 0.01
 """How long a step waits when there is nothing to do but compile: those who step the core want to pass on messages."""
 
@@ -66,6 +68,8 @@ class EngineCore:
         check_request(message, self._config.model)
         if message.grammar is not None:
             self._grammars.check_available()
+        if self._executor.asleep:
+            raise ValueError("The engine sleeps: wake it up before you send requests.")
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises as `check_request`, and `ValueError` when its id is in use."""
@@ -87,6 +91,37 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Requests that are admitted from now on read nothing from the prefix cache that was computed before."""
         self.scheduler.prefix_cache.reset()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory away until `wake_up`: the KV cache's, and the weights'. At level 1 the host keeps the
+        weights, at level 2 nobody does. Raises `ValueError` for another level, and while requests are unfinished."""
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}.")
+        if self.has_unfinished():
+            number = len(self.scheduler.requests)
+            raise ValueError(f"The engine can't sleep: {number} requests are unfinished.")
+        while self._in_flight:
+            self._read_oldest()
+        self.reset_prefix_cache()
+        self._executor.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave away: "weights" (read from the checkpoint again, after level 2), "kv_cache", or
+        both (None). Raises `ValueError` for other tags."""
+        unknown = set(tags or ()) - set(SLEEP_TAGS)
+        if unknown:
+            raise ValueError(f"tags may hold {SLEEP_TAGS}, got {sorted(unknown)}.")
+        self._executor.wake_up(SLEEP_TAGS if tags is None else tags)
+
+    def is_sleeping(self) -> bool:
+        return bool(self._executor.asleep)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """One of `CALLS` by its name, for clients that live elsewhere. Results are plain data."""
+        if name not in CALLS:
+            raise ValueError(f"The engine core has no call {name!r}; it has {CALLS}.")
+        self.check_alive()
+        return getattr(self, name)(*arguments)
 
     def has_unfinished(self) -> bool:
         """Whether a step would report anything."""

@@ -13,12 +13,23 @@ import zmq
 
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.engine.ipc import Abort, Add, Died, Outputs, Ready, Start, Stop, ToCore
+from jaxinfer.engine.ipc import (
+    Abort,
+    Add,
+    Call,
+    Died,
+    FromCore,
+    Outputs,
+    Ready,
+    Returned,
+    Start,
+    Stop,
+    ToCore,
+)
 from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
-    ResetPrefixCache,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,8 +105,8 @@ class _CoreLoop:
                 self._add(core, message)
             elif isinstance(message, Abort):
                 core.abort_requests(message.request_ids)
-            elif isinstance(message, ResetPrefixCache):
-                core.reset_prefix_cache()
+            elif isinstance(message, Call):
+                self._call(core, message)
             else:
                 return not isinstance(message, Stop)
 
@@ -106,6 +117,12 @@ class _CoreLoop:
         except ValueError as error:
             end = FinishedRequest(message.request.request_id, FinishReason.ERROR, str(error))
             self._send_outputs(EngineCoreOutputs(finished=[end]))
+
+    def _call(self, core: EngineCore, call: Call) -> None:
+        try:
+            self._send(Returned(call.number, core.call(call.name, *call.arguments)))
+        except ValueError as error:
+            self._send(Returned(call.number, error=str(error)))
 
     def _receive(self, wait: bool) -> ToCore | None:
         try:
@@ -124,7 +141,7 @@ class _CoreLoop:
         self._last_ids = ids
         self._send(Outputs(outputs))
 
-    def _send(self, message: Ready | Outputs | Died) -> None:
+    def _send(self, message: FromCore) -> None:
         self._outbox.send(self._encoder.encode(message))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from jaxinfer.config import EngineArgs, EngineConfig
-from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache
+from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
@@ -26,7 +28,15 @@ class Stop(msgspec.Struct, array_like=True, tag=True):
     """Drop what is unfinished and exit."""
 
 
-type ToCore = Start | Add | Abort | ResetPrefixCache | Stop
+class Call(msgspec.Struct, array_like=True, tag=True):
+    """`EngineCore.call`; answered by a `Returned` of the same number."""
+
+    number: int
+    name: str
+    arguments: list[Any]
+
+
+type ToCore = Start | Add | Abort | Call | Stop
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True):
@@ -51,4 +61,12 @@ class Died(msgspec.Struct, array_like=True, tag=True):
     is_bad_input: bool = False
 
 
-type FromCore = Ready | Outputs | Died
+class Returned(msgspec.Struct, array_like=True, tag=True):
+    """What a call returned, or the text of the `ValueError` that it raised."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+type FromCore = Ready | Outputs | Returned | Died

@@ -45,10 +45,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     grammar: str | None = None
 
 
-class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
-    """Requests that come after this read nothing from the prefix cache that was computed before it."""
-
-
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Logprobs of one position: the chosen token first, then the top candidates, best first.
 

@@ -9,6 +9,7 @@ before it have been read.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from jaxinfer.sampling_params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 """A one-dimensional int32 array; its length is given by an axis letter where it is used."""
+
+SLEEP_TAGS = ("weights", "kv_cache")
 
 Bool = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint32]
@@ -143,6 +146,19 @@ class Executor(Protocol):
 
     def sample_tokens(self, mask: TokenMask | None) -> StepHandle:
         """Launch the sampling of the plan last given to `execute_model`."""
+        ...
+
+    @property
+    def asleep(self) -> Collection[str]:
+        """Which of `SLEEP_TAGS` the device doesn't hold. Nothing may be executed until it is empty."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Free the device's memory of all of them; at level 1, weights stay with the host."""
+        ...
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take these back. The KV cache's blocks hold nothing then."""
         ...
 
     def shutdown(self) -> None: ...

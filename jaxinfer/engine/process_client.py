@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import zmq
 
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.engine.ipc import Abort, Add, Died, FromCore, Outputs, Ready, Start, Stop, ToCore
+from jaxinfer.engine.ipc import (
+    Abort,
+    Add,
+    Call,
+    Died,
+    FromCore,
+    Outputs,
+    Ready,
+    Returned,
+    Start,
+    Stop,
+    ToCore,
+)
 from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
-    ResetPrefixCache,
 )
 from jaxinfer.engine.request import check_request
 
@@ -157,6 +171,8 @@ class ProcessClient:
         self._lock = threading.Lock()
         self._cause_of_death: str | None = None
         self._last_ids: list[str] = []
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="jaxinfer-outputs", daemon=True)
         self._thread.start()
 
@@ -176,10 +192,14 @@ class ProcessClient:
             if known and self._cause_of_death is None:
                 self._core.send(Abort(known))
 
-    def reset_prefix_cache(self) -> None:
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._lock:
             self._check_alive()
-            self._core.send(ResetPrefixCache())
+            number = next(self._call_numbers)
+            self._calls[number] = future
+            self._core.send(Call(number, name, list(arguments)))
+        return future
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
@@ -206,6 +226,8 @@ class ProcessClient:
             while (message := self._core.receive()) is not None:
                 if isinstance(message, Outputs):
                     self._deliver(message)
+                elif isinstance(message, Returned):
+                    self._settle(message)
                 elif isinstance(message, Died):
                     cause = message.text
             cause = cause or self._core.describe_end()
@@ -226,8 +248,21 @@ class ProcessClient:
                 self._unfinished.difference_update([f.request_id for f in outputs.finished])
         self._on_outputs(outputs)
 
+    def _settle(self, message: Returned) -> None:
+        with self._lock:
+            future = self._calls.pop(message.number)
+        if message.error is None:
+            future.set_result(message.value)
+        else:
+            future.set_exception(ValueError(message.error))
+
     def _end(self, cause: str) -> None:
         """Nothing comes any more: say so to whoever still waits."""
+        with self._lock:
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for future in calls:
+            future.set_exception(EngineDeadError(f"The engine core has died: {cause}"))
         with self._lock:
             was_told_to = self._cause_of_death is not None
             if not was_told_to:

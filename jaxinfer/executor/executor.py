@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.plan import StepHandle, StepPlan, TokenMask
+from jaxinfer.engine.plan import SLEEP_TAGS, StepHandle, StepPlan, TokenMask
 from jaxinfer.executor import kv_cache
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import InputBatch
@@ -74,6 +75,9 @@ class MeshExecutor:
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
+        self._asleep: set[str] = set()
+        self._kept: list[np.ndarray] | None = None
+        self._reload = partial(load, decoder)
 
     @property
     def num_blocks(self) -> int:
@@ -93,8 +97,46 @@ class MeshExecutor:
     def sample_tokens(self, mask: TokenMask | None) -> StepHandle:
         return self.runner.sample_tokens(mask)
 
+    @property
+    def asleep(self) -> set[str]:
+        return self._asleep
+
+    def sleep(self, level: int) -> None:
+        runner = self.runner
+        if "weights" not in self._asleep:
+            # A host's copy: where the device is the host, a view would keep the device's memory.
+            self._kept = [np.array(leaf) for leaf in runner.leaves] if level == 1 else None
+            _delete(runner.leaves)
+        if "kv_cache" not in self._asleep:
+            _delete(runner.kv_cache)
+        self._asleep = set(SLEEP_TAGS)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        decoder, runner = self.runner.programs.decoder, self.runner
+        for tag in sorted(self._asleep & set(tags), reverse=True):
+            if tag == "weights":
+                runner.leaves = (
+                    self._reload()
+                    if self._kept is None
+                    else [
+                        jax.device_put(kept, leaf.sharding)
+                        for kept, leaf in zip(self._kept, decoder.leaves.values(), strict=True)
+                    ]
+                )
+                self._kept = None
+            else:
+                programs = runner.programs
+                shapes = decoder.kv_cache_shapes(programs.num_blocks, programs.block_size)
+                runner.kv_cache = kv_cache.allocate(shapes)
+            self._asleep.discard(tag)
+
     def shutdown(self) -> None:
         self._cache.shutdown()
+
+
+def _delete(arrays: object) -> None:
+    for array in jax.tree.leaves(arrays):
+        array.delete()
 
 
 def _size_cache(

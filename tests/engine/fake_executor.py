@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -148,6 +148,7 @@ class FakeExecutor:
         self.log: list[str] = []
         self.unread: deque[FakeHandle] = deque()
         self.shut_down = False
+        self.asleep: set[str] = set()
         self.is_invalid: Callable[[Sequence[int]], bool] = lambda context: False
         self.num_logprobs: int | None = None
         self.prompt_logprobs = False
@@ -157,6 +158,7 @@ class FakeExecutor:
         self._generation = 0
 
     def execute_model(self, plan: StepPlan) -> None:
+        assert not self.asleep
         self.log.append("execute")
         self.plans.append(plan)
         limits, block_size = self.config.scheduler, self.config.cache.block_size
@@ -263,6 +265,16 @@ class FakeExecutor:
         columns = np.arange((self.num_logprobs or 0) + 1)
         ids = np.array(tokens, np.int32)[:, None] + columns
         return LogprobArrays(ids, -ids.astype(np.float32), np.array(tokens, np.int32) + 1)
+
+    def sleep(self, level: int) -> None:
+        assert not self.unread
+        self.log.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        self.log.append(f"wake up {' '.join(sorted(tags))}")
+        self.asleep -= set(tags)
+        self._kv[:] = -1
 
     def shutdown(self) -> None:
         self.shut_down = True

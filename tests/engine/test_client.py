@@ -132,3 +132,21 @@ def test_thread_ends_with_its_listener() -> None:
     with pytest.raises(EngineDeadError):
         client.add_request(make_request("b", max_tokens=3))
     client.shutdown()
+
+
+def test_a_thread_answers_calls_between_steps_and_none_after_its_end() -> None:
+    client, executor, outputs = start()
+    client.add_request(request := make_request("a", 4, max_tokens=20))
+    with pytest.raises(ValueError, match="1 requests are unfinished"):
+        client.call("sleep", 1).result(LIMIT)
+    assert collect(outputs, 1).tokens["a"] == alone(request)[0]
+    client.call("sleep", 1).result(LIMIT)
+    with pytest.raises(ValueError, match="sleeps"):
+        client.add_request(make_request("b"))
+    client.call("wake_up", None).result(LIMIT)
+    assert executor.log[-2:] == ["sleep 1", "wake up kv_cache weights"]
+    client.add_request(request)
+    assert collect(outputs, 1).tokens["a"] == alone(request)[0]
+    client.shutdown()
+    with pytest.raises(EngineDeadError):
+        client.call("is_sleeping")

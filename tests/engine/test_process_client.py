@@ -16,13 +16,12 @@ import pytest
 
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.engine.ipc import Add, FromCore, Outputs, Ready, Start, ToCore
+from jaxinfer.engine.ipc import Add, Call, FromCore, Outputs, Ready, Returned, Start, ToCore
 from jaxinfer.engine.messages import (
     Admission,
     EngineCoreOutputs,
     FinishedRequest,
     FinishReason,
-    ResetPrefixCache,
     TokenLogprobs,
 )
 from jaxinfer.engine.process_client import CoreProcess, ProcessClient
@@ -117,8 +116,27 @@ def test_cached_prefixes_are_found_and_forgotten(core):
         return sum(found.prefix_cache_hits for found in stats)
 
     assert [num_hits("x"), num_hits("y")] == [0, 16]
-    client.reset_prefix_cache()
+    assert client.call("reset_prefix_cache").result(LIMIT) is None
     assert num_hits("z") == 0
+
+
+def test_calls_and_what_they_raise(core):
+    client, outputs, _ = core
+    client.call("sleep", 2).result(LIMIT)
+    assert client.call("is_sleeping").result(LIMIT) is True
+    client.call("wake_up", ["weights"]).result(LIMIT)
+    assert client.call("is_sleeping").result(LIMIT) is True
+    client.call("wake_up", None).result(LIMIT)
+    assert client.call("is_sleeping").result(LIMIT) is False
+    for name, arguments, reason in (
+        ("sleep", (3,), "level must be 1 or 2"),
+        ("wake_up", (["all"],), "tags may hold"),
+        ("step", (), "no call 'step'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            client.call(name, *arguments).result(LIMIT)
+    client.add_request(request := make_request("awake", 4, max_tokens=3))
+    assert collect(outputs, 1).tokens["awake"] == alone(request)[0]
 
 
 def test_a_killed_core_ends_every_request_within_two_seconds():
@@ -211,7 +229,8 @@ def test_messages_survive_the_wire():
     for kind, message in (
         (ToCore, Start(args)),
         (ToCore, Add(request)),
-        (ToCore, ResetPrefixCache()),
+        (ToCore, Call(3, "sleep", [1])),
+        (FromCore, Returned(3, None, "text")),
         (FromCore, Ready(make_config(), 9)),
         (FromCore, Outputs(outputs, same_ids=True)),
     ):
