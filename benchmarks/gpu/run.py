@@ -1,0 +1,197 @@
+"""Checks and times the kernels and the engine on a GPU, in under six minutes, and prints one table.
+
+    python benchmarks/gpu/run.py [--results DIR] [--output docs/gpu_results.md]
+    python benchmarks/gpu/run.py --dry
+
+Every section runs in processes of its own under a time limit: a kernel that fails, hangs or gives wrong numbers costs its
+own line and nothing else. Results so far are always on disk. Nothing here changes a setting of the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.gpu import report, surroundings  # noqa: E402
+from benchmarks.gpu.cases import Context  # noqa: E402
+from benchmarks.gpu.results import Result  # noqa: E402
+from benchmarks.gpu.sections import SECTIONS, Section  # noqa: E402
+from benchmarks.gpu.supervise import Launcher, SectionRun, Worker  # noqa: E402
+
+RESERVE = 4.0
+"""Seconds kept for the end of the run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    folder: Path = args.results
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.jsonl"), *folder.glob("*.log")):
+        old.unlink()
+    chosen = [s for s in SECTIONS if args.only is None or s.name in args.only]
+    launcher = Launcher(
+        folder=folder,
+        context=Context(dry=args.dry),
+        environment=environment(folder, args.dry),
+        python_path=unpacked_wheels(args.wheels, folder),
+    )
+    run = Run(launcher, chosen, time.time() + args.deadline - RESERVE, compile_ahead=not args.dry)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run.all()
+    except KeyboardInterrupt:
+        print("Stopped; what there is so far:", flush=True)
+    text = run.write()
+    print(text, flush=True)
+    if args.output is not None:
+        report.put_measured(args.output, text)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    add = made.add_argument
+    add("--dry", action="store_true", help="tiny shapes on the CPU: proves that every line runs")
+    add("--deadline", type=float, default=345, help="seconds for everything (default: 345)")
+    add("--only", nargs="+", choices=[s.name for s in SECTIONS], metavar="SECTION")
+    build = REPOSITORY / "build"
+    add("--results", type=Path, default=Path(os.environ.get("OUT") or build / "gpu-bench"),
+        help="folder for results.json, table.md and logs (default: $OUT or build/gpu-bench)")  # fmt: skip
+    add("--wheels", type=Path, default=build / "gpu-wheels",
+        help="folder of wheels that the machine lacks, from vendor.sh (default: build/gpu-wheels)")  # fmt: skip
+    add("--output", type=Path, metavar="PAGE", help="also put the table into this page's marks")
+    return made
+
+
+def environment(folder: Path, dry: bool) -> dict[str, str]:
+    """Of the workers."""
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".cache" / "gpu-bench"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if dry:
+        variables |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        variables["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
+        # Threads that wait spin, and keep a small machine from its work.
+        variables["OMP_NUM_THREADS"] = "1"
+    return variables
+
+
+def unpacked_wheels(wheels: Path, folder: Path) -> tuple[str, ...]:
+    """A folder to import from, with the contents of all wheels; nothing where there are none."""
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        return ()
+    site = folder / "site"
+    for wheel in found:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return (str(site),)
+
+
+class Run:
+    """The sections one after another, the time that is left, and what came out so far."""
+
+    def __init__(
+        self, launcher: Launcher, sections: list[Section], until: float, compile_ahead: bool
+    ) -> None:
+        self.launcher, self.sections, self.until = launcher, sections, until
+        self.results: list[Result] = []
+        self.seconds: dict[str, float] = {}
+        self.head = surroundings.describe(REPOSITORY)
+        self._compile_ahead = compile_ahead
+        self._compilers: list[Worker] = []
+        self._spare = 0.0
+
+    def all(self) -> None:
+        for section in self.sections:
+            self.one(section)
+            self.write()
+
+    def one(self, section: Section) -> None:
+        begin = time.time()
+        if begin + 2 > self.until:
+            reason = "the run's time was up"
+            self.results.append(Result(section.name, "(all)", "skipped", reason))
+            return
+        budget = section.seconds + self._spare
+        if section.name == "numerics" and self._compile_ahead:
+            self.start_compilers(begin + budget)
+        running = SectionRun(self.launcher, section, min(begin + budget, self.until))
+        try:
+            running.run()
+        finally:
+            self.end_compilers()
+            results = running.results()
+            self.results += results
+            self.seconds[section.name] = round(time.time() - begin, 1)
+        self._spare = max(0.0, budget - (time.time() - begin))
+        self._learn(results)
+        print(_progress(section, results, self.seconds[section.name]), flush=True)
+
+    def start_compilers(self, until: float) -> None:
+        """Correctness takes no notice of what else the machine does; timings would."""
+        self._compilers = [
+            self.launcher.start(section, until, compile_only=True)
+            for section in self.sections
+            if section.compiles_ahead
+        ]
+
+    def end_compilers(self) -> None:
+        while self._compilers:
+            self._compilers.pop().kill()
+
+    def _learn(self, results: list[Result]) -> None:
+        """Later sections compare with the peaks of this run."""
+        found = {r.case: r.values for r in results if r.section == "peaks" and r.status == "ok"}
+        changes = {}
+        if "copy" in found:
+            changes["bandwidth"] = found["copy"]["bytes_per_second"]
+        if "matmul" in found:
+            changes["matmul"] = found["matmul"]["flops_per_second"]
+        if changes:
+            self.launcher = replace(
+                self.launcher, context=replace(self.launcher.context, **changes)
+            )
+
+    def write(self) -> str:
+        """The table, which is also written to the results' folder, as is everything in JSON."""
+        dry = self.launcher.context.dry
+        text = report.render(self.head, self.sections, self.results, dry)
+        folder = self.launcher.folder
+        (folder / "table.md").write_text(text)
+        content = report.as_json(self.head, self.results, self.seconds, dry)
+        report.write_json(folder / "results.json", content)
+        return text
+
+
+def _progress(section: Section, results: list[Result], seconds: float) -> str:
+    counts = dict.fromkeys(dict.fromkeys(r.status for r in results), 0)
+    for result in results:
+        counts[result.status] += 1
+    parts = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{section.name}: {parts} in {seconds:.0f} s"
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
