@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import calls
+from benchmarks.gpu import calls, latent, shared_prefix
 from benchmarks.gpu.batches import LLAMA_8B, Heads, random_array
 from benchmarks.gpu.cases import Case, Context
 from benchmarks.gpu.once import Once
@@ -21,6 +21,8 @@ def cases(context: Context) -> list[Case]:
     tokens = context.pick((64, 256, 8192), (3, 8))
     return [
         *(Update(context, "rope_kv_cache_update", n).case() for n in tokens),
+        *shared_prefix.timed_cases(context),
+        *latent.timed_cases(context),
         *(Update(context, "kv_cache_update", n).case() for n in tokens[:2]),
     ]
 

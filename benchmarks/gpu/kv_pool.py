@@ -1,19 +1,17 @@
-"""One large cache that every timed attention call reads, and the calls' programs, one per number of rows."""
+"""One large cache that every timed attention call reads, and the calls' programs, one per padded size."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from benchmarks.gpu.batches import Batch, Heads, make_batch, random_array
 from benchmarks.gpu.cases import Context
-from benchmarks.gpu.timing import L2_BYTES, Timing, rotating, settings, time_calls
-
-Attend = Callable[..., Any]
+from benchmarks.gpu.timing import Timing, compile_chain, time_chain
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,11 @@ class Pool:
     dtype: str = "bfloat16"
 
     @functools.cached_property
-    def kv_pages(self) -> tuple[jax.Array, jax.Array]:
-        shape = self.shapes[0].shape
-        if self.shapes[0].dtype.itemsize == 1:
-            return tuple(random_array(shape, self.dtype, 20.0, seed) for seed in (1, 2))
-        return random_array(shape, self.dtype, 1.0, 1), random_array(shape, self.dtype, 1.0, 2)
+    def kv_pages(self) -> tuple[jax.Array, ...]:
+        pages = self.shapes[0]
+        # e4m3 numbers and integers are wanted all over their range.
+        deviation = 20.0 if pages.dtype.itemsize == 1 else 1.0
+        return tuple(random_array(pages.shape, self.dtype, deviation, seed) for seed in (1, 2))
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -51,19 +49,19 @@ class Pool:
 
 @dataclass(frozen=True)
 class Program:
-    """`attend` chained: `chain` calls in one program, each with block tables of its own."""
+    """`chain` calls of `attend` in one program, each with block tables of its own."""
 
-    attend: Attend
+    attend: Callable[..., Any]
     pool: Pool
     num_rows: int
     num_tokens: int
     group: int
     chain: int
-    extra: Any = None
-    """Keyword arguments that are arrays, as a tree."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments that are arrays."""
 
     @property
-    def q_shape(self) -> jax.ShapeDtypeStruct:
+    def _q_shape(self) -> jax.ShapeDtypeStruct:
         heads = self.pool.heads
         return jax.ShapeDtypeStruct(
             (self.num_tokens, heads.kv * self.group, heads.size), "bfloat16"
@@ -71,35 +69,24 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
-        def run(q_tnh, kv_pages, batches, extra):
-            return [self.attend(q_tnh, kv_pages, *batch, **extra) for batch in batches]
+        def call(q_tnh: Any, kv_pages: Any, extra: Any, *batch: Any) -> Any:
+            return self.attend(q_tnh, kv_pages, *batch, **extra)
 
-        batch = self.pool.batch([(1, 1)], num_rows=self.num_rows, num_tokens=self.num_tokens)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch.arrays)
-        arguments = (self.q_shape, self.pool.shapes, [shapes] * self.chain, self.extra or {})
-        return jax.jit(run).lower(*arguments).compile()
+        fixed = (self._q_shape, self.pool.shapes, self.extra)
+        return compile_chain(call, fixed, self._batch([(1, 1)], 0), self.chain)
 
-    def arguments(self, rows: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
-        """For as many programs as it takes to read far more than the L2 cache holds."""
-        q_tnh = random_array(self.q_shape.shape, self.q_shape.dtype, 1.0, 3)
-        context_bytes = sum(context for context, _ in rows) * self.pool.heads.kv_bytes()
-        programs = max(1, -(-4 * L2_BYTES // (context_bytes * self.chain)))
-        programs = min(programs, 16)
-        pages = sum(-(-context // self.pool.page_size) for context, _ in rows)
-        sets = []
-        for i in range(programs):
-            batches = [
-                self.pool.batch(
-                    rows,
-                    num_rows=self.num_rows,
-                    num_tokens=self.num_tokens,
-                    first_page=(i * self.chain + j) * pages % (self.pool.num_pages - 1),
-                ).arrays
-                for j in range(self.chain)
-            ]
-            sets.append((q_tnh, self.pool.kv_pages, batches, self.extra or {}))
-        return sets
+    def _batch(self, rows: Sequence[tuple[int, int]], first_page: int) -> tuple[jax.Array, ...]:
+        sizes = {"num_rows": self.num_rows, "num_tokens": self.num_tokens}
+        return self.pool.batch(rows, first_page=first_page, **sizes).arrays
 
     def time(self, context: Context, rows: Sequence[tuple[int, int]]) -> Timing:
-        dispatch = rotating(self.compiled, self.arguments(rows))
-        return time_calls(dispatch, calls=self.chain, **settings(context.dry))
+        pages = sum(-(-tokens // self.pool.page_size) for tokens, _ in rows)
+        q_tnh = random_array(self._q_shape.shape, self._q_shape.dtype, 1.0, 3)
+        return time_chain(
+            self.compiled,
+            (q_tnh, self.pool.kv_pages, self.extra),
+            lambda i: self._batch(rows, i * pages % (self.pool.num_pages - 1)),
+            self.chain,
+            sum(tokens for tokens, _ in rows) * self.pool.heads.kv_bytes(),
+            context.dry,
+        )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import calls, numerics_ops, oracle
+from benchmarks.gpu import calls, latent, numerics_ops, oracle, shared_prefix
 from benchmarks.gpu.batches import Batch, Heads, make_batch, random_array
 from benchmarks.gpu.cases import Case, Context
 
@@ -53,7 +53,12 @@ class Attention:
 
 def cases(context: Context) -> list[Case]:
     chosen = dry_cases() if context.dry else gpu_cases()
-    return [*(Check(case).case() for case in chosen), *numerics_ops.cases(context)]
+    return [
+        *(Check(case).case() for case in chosen),
+        *numerics_ops.cases(context),
+        *shared_prefix.numeric_cases(context),
+        *latent.numeric_cases(context),
+    ]
 
 
 def gpu_cases() -> list[Attention]:

@@ -36,7 +36,7 @@ def attention(
     tokens: np.ndarray,
     kv_heads: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Results [len(tokens), len(kv_heads), G, H] of some tokens and kv heads, and their log-sum-exps without H.
+    """Results [len(tokens), len(kv_heads), G, size of values] of some tokens and kv heads, and their log-sum-exps without H.
 
     Pages stay where they are but for those that the tokens' requests hold.
     """
@@ -44,7 +44,7 @@ def attention(
     group = q_tnh.shape[1] // num_kv_heads
     head_size = q_tnh.shape[2]
     q = float64(q_tnh[np.asarray(tokens)]).reshape(len(tokens), num_kv_heads, group, head_size)
-    out = np.zeros((len(tokens), len(kv_heads), group, head_size))
+    out = np.zeros((len(tokens), len(kv_heads), group, kv_pages[1].shape[3]))
     lse = np.full(out.shape[:-1], -np.inf)
     row_of = np.searchsorted(query_start_loc, tokens, side="right") - 1
     for row in np.unique(row_of):
@@ -55,7 +55,7 @@ def attention(
         end = int(query_start_loc[row + 1])
         for h, kv_head in enumerate(kv_heads):
             k, v = (
-                float64(array[pages, int(kv_head)]).reshape(-1, head_size)[:context]
+                float64(array[pages, int(kv_head)]).reshape(-1, array.shape[3])[:context]
                 for array in kv_pages
             )
             if options.kv_scales is not None:

@@ -177,12 +177,13 @@ class _Watch:
         finally:
             if self.worker.process.poll() is None:
                 self.worker.kill()
+            # What was reported meanwhile counts, whatever ended the watch.
+            self._take_new()
 
     def _follow(self) -> bool:
         while True:
             ended = self.worker.process.poll() is not None
-            for event in self.worker.new_events():
-                self._take(event)
+            self._take_new()
             if self.state == "done":
                 return True
             if ended:
@@ -207,6 +208,10 @@ class _Watch:
         if self.state == "running":
             self._record("died", self.trouble)
         return False
+
+    def _take_new(self) -> None:
+        for event in self.worker.new_events():
+            self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["event"]

@@ -19,6 +19,8 @@ import jax
 L2_BYTES = 60 << 20
 """Of an H200, as its driver reports it."""
 
+_MOST_PROGRAMS = 16
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -81,3 +83,31 @@ def settings(dry: bool) -> dict[str, Any]:
     if dry:
         return {"warm_seconds": 0.0, "repetition_seconds": 0.0, "repetitions": 2}
     return {}
+
+
+def compile_chain(call: Callable[..., Any], fixed: Any, each: Any, length: int) -> Callable:
+    """A program of `length` calls of `call(*fixed, *each)`; both are trees of arrays or of their shapes. The program
+    takes `fixed` and a list of `length` trees like `each`."""
+
+    def run(fixed: Any, calls: list[Any]) -> list[Any]:
+        return [call(*fixed, *each) for each in calls]
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (fixed, each))
+    return jax.jit(run).lower(shapes[0], [shapes[1]] * length).compile()
+
+
+def time_chain(
+    program: Callable[..., Any],
+    fixed: Any,
+    make: Callable[[int], Any],
+    length: int,
+    bytes_per_call: int,
+    dry: bool,
+) -> Timing:
+    """Times a program of `compile_chain`. `make(i)` is the i-th call's own arguments; enough of them are made that the
+    calls read several times what the L2 cache holds before they read anything again."""
+    count = max(1, min(_MOST_PROGRAMS, -(-4 * L2_BYTES // (bytes_per_call * length))))
+    if dry:
+        count = 1
+    sets = [(fixed, [make(i * length + j) for j in range(length)]) for i in range(count)]
+    return time_calls(rotating(program, sets), calls=length, **settings(dry))
