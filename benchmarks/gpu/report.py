@@ -12,7 +12,8 @@ from benchmarks.gpu.results import Result
 from benchmarks.gpu.sections import Section
 from benchmarks.gpu.targets import TARGETS
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MEASURED, STATIC = "measured", "static"
+"""Parts of docs/gpu_results.md that are written by commands, each between two marks."""
 _SHOWN_ELSEWHERE = (
     "seconds",
     "floor_seconds",
@@ -123,10 +124,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def put_measured(page: Path, text: str) -> None:
-    """Replace what stands between the page's marks. Raises `ValueError` for a page without them."""
+def put_between(page: Path, part: str, text: str) -> None:
+    """Replace what stands between the marks of a part. Raises `ValueError` for a page without them."""
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
     old = page.read_text()
-    if BEGIN not in old or END not in old:
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r} to write between")
-    before, after = old.split(BEGIN)[0], old.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    if begin not in old or end not in old:
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r} to write between")
+    before, after = old.split(begin)[0], old.split(end)[1]
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -134,9 +134,9 @@ def test_wheels_are_imported_from_without_an_installer(tmp_path):
 
 def test_the_page_keeps_what_is_around_the_table(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.put_measured(page, "new")
-    assert page.read_text() == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="no lines"):
-        report.put_measured(page, "new")
+    marks = ("<!-- static: begin -->", "<!-- static: end -->")
+    page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
+    report.put_between(page, report.STATIC, "new")
+    assert page.read_text() == f"before\n{marks[0]}\nnew\n{marks[1]}\nafter\n"
+    with pytest.raises(ValueError, match="no lines '<!-- measured: begin"):
+        report.put_between(page, report.MEASURED, "new")
