@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +37,42 @@ LLAMA_8B = Heads(8, 4, 128)
 LLAMA_70B = Heads(8, 8, 128)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+_HOST_ELEMENTS = 1 << 24
+"""Up to here the host's generator is quicker than compiling one for the device."""
+
+
 def random_array(
     shape: tuple[int, ...], dtype: Any, deviation: float = 1.0, seed: int = 0
 ) -> jax.Array:
-    """Normal numbers, from the generator that costs a GPU least."""
+    """Normal numbers on the device."""
+    if math.prod(shape) > _HOST_ELEMENTS:
+        return _device_random(shape, jnp.dtype(dtype), deviation, seed)
+    return jnp.asarray(host_random(shape, dtype, deviation, seed))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _device_random(
+    shape: tuple[int, ...], dtype: Any, deviation: jax.Array, seed: jax.Array
+) -> jax.Array:
+    """From the generator that costs a GPU least; one program for all seeds."""
     key = jax.random.key(seed, impl="rbg")
-    return (jax.random.normal(key, shape, jnp.dtype(dtype)) * deviation).astype(dtype)
+    # Not as one array of 32-bit numbers: the largest arrays would not fit beside it.
+    bits = jax.random.bits(key, shape, jnp.uint16)
+    uniform = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-15) - 1
+    return (jax.lax.erf_inv(uniform) * (2**0.5 * deviation)).astype(dtype)
+
+
+def host_random(
+    shape: tuple[int, ...], dtype: Any, deviation: float = 1.0, seed: int = 0
+) -> np.ndarray:
+    """Normal numbers; large arrays repeat a block, at another place of each page or row."""
+    rng, size = np.random.default_rng(seed), math.prod(shape)
+    block = rng.standard_normal(min(size, _BLOCK_ELEMENTS), np.float32) * np.float32(deviation)
+    return np.resize(block.astype(jnp.dtype(dtype)), shape)
+
+
+_BLOCK_ELEMENTS = 4_000_037
+"""A prime number: no multiple of it is one of a page's size."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Update:
             return pages, [
                 (
                     random_array(new, "bfloat16", 1.0, i),
-                    random_array(new, "bfloat16", 1.0, -i),
+                    random_array(new, "bfloat16", 1.0, 50 + i),
                     slot,
                 )
                 for i, slot in enumerate(slots)

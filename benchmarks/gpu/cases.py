@@ -30,8 +30,6 @@ class Context:
     """Bytes per second of a copy, read and written; what was measured in this run, once it was."""
     matmul: float = 780e12
     """bfloat16 FLOP per second of a large matrix product, likewise."""
-    ahead: bool = False
-    """Nothing is run: this process compiles for one that comes later."""
 
     def pick(self, real: Any, dry: Any) -> Any:
         """A size for the GPU or for the dry run."""

@@ -18,16 +18,12 @@ from jaxinfer.config import EngineArgs, EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.plan import StepHandle, StepPlan, TokenMask
 from jaxinfer.engine_factory import Engine, build_frontend, load_tokenizer, model_files
-from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.build import build_executor
 from jaxinfer.executor.executor import MeshExecutor
-from jaxinfer.executor.program_cache import ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures
-from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription, describe_model
-from jaxinfer.parallel.mesh import make_mesh, replicated
 from jaxinfer.weights.resolve import open_checkpoint
 
 
@@ -133,29 +129,6 @@ def start_engine(model: str, arguments: dict[str, Any]) -> Parts:
     frontend = build_frontend(args, config, tokenizer, reader)
     engine = Engine(config, core, tokenizer, frontend.processor, frontend.token_text)
     return Parts(LLM.from_engine(engine), core, executor, description)
-
-
-def abstract_programs(model: str, arguments: dict[str, Any]) -> Programs:
-    """The programs of `start_engine`'s engine, without the engine: compiled, they lie in XLA's cache for it."""
-    args = EngineArgs(model=model, **arguments)
-    description, config = describe(args)
-    use_persistent_cache(config.compilation.cache_dir)
-    mesh = make_mesh()
-    limits = config.scheduler
-    num_blocks = config.cache.num_gpu_blocks_override
-    assert num_blocks is not None
-    return Programs(
-        decoder=FunctionalDecoder.create(description.spec, mesh, config.model.dtype),
-        ladder=BucketLadder.create(
-            limits.max_num_batched_tokens, limits.max_num_seqs, config.max_blocks_per_seq
-        ),
-        cache=ProgramCache(num_threads=1),
-        sampler_state=SamplerState(limits.max_num_seqs, description.vocab_size, replicated(mesh)),
-        num_rows=limits.max_num_seqs,
-        num_blocks=num_blocks,
-        block_size=config.cache.block_size,
-        max_logprobs=config.model.max_logprobs,
-    )
 
 
 def compile_programs(programs: Programs, steps: Sequence[tuple[int, int]]) -> None:

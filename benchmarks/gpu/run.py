@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.gpu import report, surroundings  # noqa: E402
 from benchmarks.gpu.cases import Context  # noqa: E402
 from benchmarks.gpu.results import Result  # noqa: E402
-from benchmarks.gpu.sections import SECTIONS, Section  # noqa: E402
+from benchmarks.gpu.sections import PREPARE_DURING, SECTIONS, Section  # noqa: E402
 from benchmarks.gpu.supervise import Launcher, SectionRun, Worker  # noqa: E402
 
 RESERVE = 4.0
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     folder: Path = args.results
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("*.jsonl"), *folder.glob("*.log")):
+    for old in (path for end in ("jsonl", "log", "go") for path in folder.glob(f"*.{end}")):
         old.unlink()
     chosen = [s for s in SECTIONS if args.only is None or s.name in args.only]
     launcher = Launcher(
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment=environment(folder, args.dry),
         python_path=unpacked_wheels(args.wheels, folder),
     )
-    run = Run(launcher, chosen, time.time() + args.deadline - RESERVE, compile_ahead=not args.dry)
+    run = Run(launcher, chosen, time.time() + args.deadline - RESERVE)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         run.all()
@@ -82,7 +82,9 @@ def environment(folder: Path, dry: bool) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".cache" / "gpu-bench"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93",
+        # Processes that wait for their turn hold no more than they use.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -110,21 +112,22 @@ def unpacked_wheels(wheels: Path, folder: Path) -> tuple[str, ...]:
 class Run:
     """The sections one after another, the time that is left, and what came out so far."""
 
-    def __init__(
-        self, launcher: Launcher, sections: list[Section], until: float, compile_ahead: bool
-    ) -> None:
+    def __init__(self, launcher: Launcher, sections: list[Section], until: float) -> None:
         self.launcher, self.sections, self.until = launcher, sections, until
         self.results: list[Result] = []
         self.seconds: dict[str, float] = {}
         self.head = surroundings.describe(REPOSITORY)
-        self._compile_ahead = compile_ahead
-        self._compilers: list[Worker] = []
+        self._prepared: dict[str, Worker] = {}
         self._spare = 0.0
 
     def all(self) -> None:
-        for section in self.sections:
-            self.one(section)
-            self.write()
+        try:
+            for section in self.sections:
+                self.one(section)
+                self.write()
+        finally:
+            for worker in self._prepared.values():
+                worker.kill()
 
     def one(self, section: Section) -> None:
         begin = time.time()
@@ -132,14 +135,15 @@ class Run:
             reason = "the run's time was up"
             self.results.append(Result(section.name, "(all)", "skipped", reason))
             return
+        if section.name == PREPARE_DURING:
+            self.prepare()
         budget = section.seconds + self._spare
-        if section.name == "numerics" and self._compile_ahead:
-            self.start_compilers(begin + budget)
-        running = SectionRun(self.launcher, section, min(begin + budget, self.until))
+        until = min(begin + budget, self.until)
+        prepared = self._prepared.pop(section.name, None)
+        running = SectionRun(self.launcher, section, until, prepared)
         try:
             running.run()
         finally:
-            self.end_compilers()
             results = running.results()
             self.results += results
             self.seconds[section.name] = round(time.time() - begin, 1)
@@ -147,17 +151,11 @@ class Run:
         self._learn(results)
         print(_progress(section, results, self.seconds[section.name]), flush=True)
 
-    def start_compilers(self, until: float) -> None:
+    def prepare(self) -> None:
         """Correctness takes no notice of what else the machine does; timings would."""
-        self._compilers = [
-            self.launcher.start(section, until, compile_only=True)
-            for section in self.sections
-            if section.compiles_ahead
-        ]
-
-    def end_compilers(self) -> None:
-        while self._compilers:
-            self._compilers.pop().kill()
+        for section in self.sections:
+            if section.prepared:
+                self._prepared[section.name] = self.launcher.start(section, self.until, held=True)
 
     def _learn(self, results: list[Result]) -> None:
         """Later sections compare with the peaks of this run."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,14 @@ class Worker:
     process: subprocess.Popen
     events: Path
     log: Path
-    started: float = field(default_factory=time.time)
+    _go: Path
     _read: int = 0
+
+    def go(self, until: float) -> None:
+        """It is its turn."""
+        temporary = self._go.with_suffix(".tmp")
+        temporary.write_text(str(until))
+        temporary.replace(self._go)
 
     def new_events(self) -> list[dict[str, Any]]:
         if not self.events.exists():
@@ -72,26 +78,25 @@ class Launcher:
         *,
         done: tuple[str, ...] = (),
         compile_ahead: bool = True,
-        compile_only: bool = False,
+        held: bool = False,
         attempt: int = 0,
     ) -> Worker:
-        stem = f"{section.name}-compile" if compile_only else f"{section.name}-{attempt}"
-        events, log = self.folder / f"{stem}.jsonl", self.folder / f"{stem}.log"
+        """A process for the section's cases but `done`. A `held` one compiles and waits for `Worker.go`."""
+        stem = f"{section.name}-{attempt}"
+        events, log, go = (self.folder / f"{stem}{end}" for end in (".jsonl", ".log", ".go"))
         job = {
-            "section": section.name,
-            "extra_sections": [asdict(section)],
+            "section": asdict(section),
             "events": str(events),
-            "context": {**asdict(self.context), "ahead": compile_only},
+            "context": asdict(self.context),
             "done": list(done),
             "until": until,
-            "compile_ahead": compile_ahead and not self.context.dry,
+            "compile_ahead": compile_ahead,
+            "go": str(go) if held else "",
         }
         paths = [str(REPOSITORY), *self.python_path]
         inherited = os.environ.get("PYTHONPATH")
         environment = {**os.environ, **self.environment}
         environment["PYTHONPATH"] = os.pathsep.join([*paths, *([inherited] if inherited else [])])
-        if compile_only:
-            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(job)],
@@ -102,14 +107,18 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Worker(process, events, log)
+        return Worker(process, events, log, go)
 
 
 class SectionRun:
     """Every case's result, also of those that hung, took their process down or found no time."""
 
-    def __init__(self, launcher: Launcher, section: Section, until: float) -> None:
+    def __init__(
+        self, launcher: Launcher, section: Section, until: float, prepared: Worker | None = None
+    ) -> None:
+        """`prepared`: a held worker of the section."""
         self.launcher, self.section, self.until = launcher, section, until
+        self._prepared = prepared
         self._names: list[str] = []
         self._results: dict[str, Result] = {}
         self._reason = "the section's time was up"
@@ -141,6 +150,9 @@ class SectionRun:
         self._reason = f"the worker was started {_MAX_STARTS} times"
 
     def _start(self, attempt: int, compile_ahead: bool) -> Worker:
+        if attempt == 0 and self._prepared is not None:
+            self._prepared.go(self.until)
+            return self._prepared
         return self.launcher.start(
             self.section,
             self.until,
@@ -219,7 +231,9 @@ class _Watch:
             self.section.take_names(event["names"])
             self.state = "ready"
         elif kind == "compiling":
-            self.state, self._limit = "compiling", time.time() + event["limit"]
+            # All of it together may take most of the section's time, not all.
+            left = max(self.section.until - time.time(), 0)
+            self.state, self._limit = "compiling", time.time() + 0.6 * left
         elif kind == "compiled":
             self.state, self._limit = "ready", time.time() + _START_LIMIT
         elif kind == "start":

@@ -89,8 +89,11 @@ def compile_chain(call: Callable[..., Any], fixed: Any, each: Any, length: int) 
     """A program of `length` calls of `call(*fixed, *each)`; both are trees of arrays or of their shapes. The program
     takes `fixed` and a list of `length` trees like `each`."""
 
+    # Traced and lowered once.
+    once = jax.jit(call)
+
     def run(fixed: Any, calls: list[Any]) -> list[Any]:
-        return [call(*fixed, *each) for each in calls]
+        return [once(*fixed, *each) for each in calls]
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (fixed, each))
     return jax.jit(run).lower(shapes[0], [shapes[1]] * length).compile()

@@ -1,7 +1,5 @@
 """One process that runs a section's cases and writes what happens to a file, a JSON object per line.
 
-    python -m benchmarks.gpu.worker '{"section": "decode", "events": "FILE", ...}'
-
 The parent (`supervise`) reads the file and ends the process when a case takes too long. A case that leaves the device
 unusable ends the process too; the parent starts another for the cases that are left.
 """
@@ -9,18 +7,17 @@ unusable ends the process too; the parent starts another for the cases that are 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import Case, Context
 from benchmarks.gpu.results import NotAvailable
-from benchmarks.gpu.sections import SECTIONS, Section
+from benchmarks.gpu.sections import Section
 
 DEVICE_LOST = 17
 """Exit status: the device answers no more, the last reported case is the likely culprit."""
@@ -40,26 +37,23 @@ class Events:
 def main(argument: str) -> int:
     job = json.loads(argument)
     events = Events(Path(job["events"]))
-    context = Context(**job["context"])
-    section = find_section(job["section"], job.get("extra_sections", ()))
+    section = Section(**job["section"])
     done = set(job["done"])
-    cases = [case for case in section.cases(context) if case.name not in done]
+    cases = [case for case in section.cases(Context(**job["context"])) if case.name not in done]
     events("cases", names=[case.name for case in cases])
-    if context.ahead:
-        compile_all(cases, os.cpu_count() or 1)
-        events("done")
-        return 0
-    compiled = {}
+    programs: dict[str, Future] = {}
     if job["compile_ahead"]:
-        limit = 0.6 * (job["until"] - time.time())
-        events("compiling", limit=limit)
-        compiled = compile_all(cases, _COMPILE_THREADS)
-        events("compiled")
+        programs = start_compiling(cases)
+        if section.timed or job["go"]:
+            events("compiling")
+            wait(programs.values())
+            events("compiled")
+    until = wait_for_go(Path(job["go"])) if job["go"] else job["until"]
     for case in cases:
-        if time.time() + 1 > job["until"]:
+        if time.time() + 1 > until:
             break
         events("start", case=case.name, limit=case.limit)
-        fields = run_case(case, compiled.get(case.name))
+        fields = run_case(case, programs.get(case.name))
         lost = fields["status"] == "failed" and not device_answers()
         events("result", case=case.name, **fields)
         if lost:
@@ -68,25 +62,25 @@ def main(argument: str) -> int:
     return 0
 
 
-def find_section(name: str, extra: Any) -> Section:
-    """A section of the benchmark, or one of `extra` (a section's fields each)."""
-    sections = {section.name: section for section in SECTIONS}
-    sections |= {fields["name"]: Section(**fields) for fields in extra}
-    return sections[name]
+def start_compiling(cases: list[Case]) -> dict[str, Future]:
+    """Begin to compile what can be, side by side. What fails fails again in its case."""
+    pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="compile")
+    return {case.name: pool.submit(case.compile) for case in cases if case.compile is not None}
 
 
-def compile_all(cases: list[Case], threads: int) -> dict[str, Future]:
-    """Compile what can be, side by side, and wait. What fails fails again in its case."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        return {case.name: pool.submit(case.compile) for case in cases if case.compile is not None}
+def wait_for_go(path: Path) -> float:
+    """Until it is this process's turn; returns when that ends."""
+    while not path.exists():
+        time.sleep(0.02)
+    return float(path.read_text())
 
 
-def run_case(case: Case, compiled: Future | None) -> dict[str, Any]:
+def run_case(case: Case, program: Future | None) -> dict[str, Any]:
     """Status, reason and values."""
     start = time.perf_counter()
     try:
-        if compiled is not None:
-            compiled.result()
+        if program is not None:
+            program.result()
         elif case.compile is not None:
             case.compile()
         values = case.run()

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from benchmarks.gpu import oracle
 from benchmarks.gpu.batches import (
     Heads,
     attention_bytes,
     attention_flops,
+    host_random,
     make_batch,
     random_array,
 )
@@ -177,7 +179,16 @@ def test_shared_things_are_made_once():
         once.get("b", lambda: 1)
 
 
-def test_random_arrays_are_normal_and_seeded():
+@pytest.mark.parametrize("least", [1, 1 << 24], ids=["device", "host"])
+def test_random_arrays_are_normal_and_seeded(least, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.batches._HOST_ELEMENTS", least)
     a, b = (np.asarray(random_array((64, 64), "float32", 2.0, seed)) for seed in (1, 2))
-    assert 1.8 < a.std() < 2.2 and abs(a.mean()) < 0.15
-    assert not (a == b).any()
+    for array in (a, b):
+        assert 1.9 < array.std() < 2.1 and abs(array.mean()) < 0.15
+        assert scipy.stats.kstest(array.ravel() / 2, "norm").pvalue > 1e-3
+    assert (a == b).mean() < 0.01
+
+
+def test_large_host_arrays_repeat_no_page():
+    pages = host_random((600, 2, 64, 64), "bfloat16")
+    assert len({page.tobytes() for page in pages.reshape(-1, 64 * 64)}) == 1200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import time
 from pathlib import Path
@@ -19,9 +21,9 @@ def section(name: str, seconds: float = 30) -> Section:
     return Section(name, name.title(), f"tests.benchmarks.{name}_section", seconds)
 
 
-def run_of(tmp_path: Path, *sections: Section, seconds: float = 60, dry: bool = True) -> Run:
-    launcher = Launcher(tmp_path, Context(dry=dry), {"JAX_PLATFORMS": "cpu"})
-    return Run(launcher, list(sections), time.time() + seconds, compile_ahead=False)
+def run_of(tmp_path: Path, *sections: Section, seconds: float = 60) -> Run:
+    launcher = Launcher(tmp_path, Context(dry=True), {"JAX_PLATFORMS": "cpu"})
+    return Run(launcher, list(sections), time.time() + seconds)
 
 
 def by_case(run: Run, name: str) -> dict:
@@ -67,11 +69,33 @@ def test_failing_hanging_and_dying_cases_cost_their_own_lines_only(tmp_path):
 
 
 def test_a_program_that_breaks_the_compiler_is_found_and_the_rest_runs(tmp_path):
-    run = run_of(tmp_path, section("compiling"), dry=False)
+    run = run_of(tmp_path, section("compiling"))
     run.all()
     statuses = {name: r.status for name, r in by_case(run, "compiling").items()}
     assert statuses == {"good": "ok", "bad": "died", "refused": "failed", "good too": "ok"}
     assert "shared memory" in by_case(run, "compiling")["refused"].reason
+
+
+def test_sections_that_prepare_are_started_early_and_run_in_their_turn(tmp_path):
+    numerics = dataclasses.replace(section("faulty"), name="numerics", timed=False)
+    prepared = dataclasses.replace(section("compiling"), prepared=True)
+    good = dataclasses.replace(section("preparing"), prepared=True)
+    run = run_of(tmp_path, numerics, prepared, good)
+    run.all()
+    assert by_case(run, "numerics")["last"].status == "ok"
+    statuses = {name: r.status for name, r in by_case(run, "compiling").items()}
+    assert statuses == {"good": "ok", "bad": "died", "refused": "failed", "good too": "ok"}
+    assert by_case(run, "preparing")["compiled in this process"].status == "ok"
+    compiled, begun = (
+        next(e["at"] for e in events(tmp_path, name) if e["event"] == kind)
+        for name, kind in (("preparing-0", "compiled"), ("compiling-1", "cases"))
+    )
+    assert compiled < begun
+    assert not running_processes(tmp_path)
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_a_section_ends_with_its_budget_and_the_next_one_runs(tmp_path):
