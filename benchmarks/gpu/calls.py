@@ -7,16 +7,30 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import pkgutil
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+import kernels_pallas
 from benchmarks.gpu.results import NotAvailable
 
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def import_kernels() -> None:
+    """Before threads compile: modules that import each other must not be imported by several at once."""
+    for module in pkgutil.walk_packages(kernels_pallas.__path__, "kernels_pallas."):
+        if module.name.endswith(".api") or (on_gpu() and module.name.endswith(".mosaic_gpu")):
+            try:
+                importlib.import_module(module.name)
+            except Exception:
+                # The cases that need it will say so.
+                traceback.print_exc()
 
 
 def function(module: str, name: str) -> Callable[..., Any]:

@@ -27,10 +27,13 @@ from benchmarks.gpu import report, surroundings  # noqa: E402
 from benchmarks.gpu.cases import Context  # noqa: E402
 from benchmarks.gpu.results import Result  # noqa: E402
 from benchmarks.gpu.sections import PREPARE_DURING, SECTIONS, Section  # noqa: E402
-from benchmarks.gpu.supervise import Launcher, SectionRun, Worker  # noqa: E402
+from benchmarks.gpu.supervise import Launcher, SectionRun, Worker, settle  # noqa: E402
 
 RESERVE = 4.0
 """Seconds kept for the end of the run."""
+
+PATIENCE = 20.0
+"""Seconds that compilers are waited for once the numerics are through."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,6 +150,9 @@ class Run:
             results = running.results()
             self.results += results
             self.seconds[section.name] = round(time.time() - begin, 1)
+        if section.name == PREPARE_DURING:
+            left = max(until - time.time(), 0)
+            settle(self._prepared.values(), min(left, PATIENCE))
         self._spare = max(0.0, budget - (time.time() - begin))
         self._learn(results)
         print(_progress(section, results, self.seconds[section.name]), flush=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,22 @@ class Worker:
     _go: Path
     _read: int = 0
 
+    @property
+    def is_preparing(self) -> bool:
+        """Of a held worker: whether it still compiles."""
+        if self.process.poll() is not None:
+            return False
+        return not (self.events.exists() and '"compiled"' in self.events.read_text())
+
+    def pause(self) -> None:
+        """Until its turn."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
     def go(self, until: float) -> None:
         """It is its turn."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGCONT)
         temporary = self._go.with_suffix(".tmp")
         temporary.write_text(str(until))
         temporary.replace(self._go)
@@ -110,6 +125,15 @@ class Launcher:
         return Worker(process, events, log, go)
 
 
+def settle(workers: Iterable[Worker], patience: float) -> None:
+    """Wait for held workers to end their compiling; who isn't through then goes on in its turn."""
+    workers, end = list(workers), time.time() + patience
+    while time.time() < end and any(worker.is_preparing for worker in workers):
+        time.sleep(_POLL)
+    for worker in workers:
+        worker.pause()
+
+
 class SectionRun:
     """Every case's result, also of those that hung, took their process down or found no time."""
 
@@ -141,7 +165,7 @@ class SectionRun:
             finished = watch.run()
             if finished:
                 return
-            if watch.state == "compiling":
+            if watch.compiles:
                 # One of many: compiled one by one, the culprit is known.
                 compile_ahead = False
             elif watch.current is None:
@@ -178,6 +202,8 @@ class _Watch:
         self.state = "starting"
         self.current: str | None = None
         """The case that was started last."""
+        self.compiles = False
+        """Whether programs are compiled ahead, perhaps beside a case."""
         self.trouble = ""
         """Why it ended before its cases did."""
         self._limit = time.time() + _START_LIMIT
@@ -207,9 +233,11 @@ class _Watch:
                 return True
             if now > self._limit:
                 self.worker.kill()
-                self.trouble = f"the worker was stuck while {self.state}"
+                doing = "compiling" if self.compiles else self.state
+                self.trouble = f"the worker was stuck while {doing}"
                 if self.state == "running":
                     self._record("hung", "stopped at its time limit")
+                    self.compiles = False
                 return False
             time.sleep(_POLL)
 
@@ -217,7 +245,7 @@ class _Watch:
         status = self.worker.process.returncode
         how = f"died of signal {-status}" if status < 0 else f"ended with status {status}"
         self.trouble = f"the worker {how}: {self.worker.last_words()}"
-        if self.state == "running":
+        if self.state == "running" and not self.compiles:
             self._record("died", self.trouble)
         return False
 
@@ -233,9 +261,11 @@ class _Watch:
         elif kind == "compiling":
             # All of it together may take most of the section's time, not all.
             left = max(self.section.until - time.time(), 0)
-            self.state, self._limit = "compiling", time.time() + 0.6 * left
+            self.compiles, self._limit = True, time.time() + 0.6 * left
         elif kind == "compiled":
-            self.state, self._limit = "ready", time.time() + _START_LIMIT
+            self.compiles = False
+            if self.state != "running":
+                self._limit = time.time() + _START_LIMIT
         elif kind == "start":
             self.state, self.current = "running", event["case"]
             self._limit = time.time() + event["limit"]

@@ -78,9 +78,10 @@ def test_a_program_that_breaks_the_compiler_is_found_and_the_rest_runs(tmp_path)
 
 def test_sections_that_prepare_are_started_early_and_run_in_their_turn(tmp_path):
     numerics = dataclasses.replace(section("faulty"), name="numerics", timed=False)
-    prepared = dataclasses.replace(section("compiling"), prepared=True)
-    good = dataclasses.replace(section("preparing"), prepared=True)
-    run = run_of(tmp_path, numerics, prepared, good)
+    prepared = [
+        dataclasses.replace(section(name), prepared=True) for name in ("compiling", "preparing")
+    ]
+    run = run_of(tmp_path, numerics, *prepared)
     run.all()
     assert by_case(run, "numerics")["last"].status == "ok"
     statuses = {name: r.status for name, r in by_case(run, "compiling").items()}
@@ -92,6 +93,19 @@ def test_sections_that_prepare_are_started_early_and_run_in_their_turn(tmp_path)
     )
     assert compiled < begun
     assert not running_processes(tmp_path)
+
+
+def test_who_still_compiles_when_timings_begin_is_paused_until_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.run.PATIENCE", 0.0)
+    numerics = Section("numerics", "Numerics", "tests.benchmarks.quick_section", 20)
+    timed = dataclasses.replace(numerics, name="timed", title="Timed")
+    prepared = dataclasses.replace(section("preparing"), prepared=True)
+    run = run_of(tmp_path, numerics, timed, prepared)
+    run.all()
+    assert by_case(run, "preparing")["compiled in this process"].status == "ok"
+    ended = events(tmp_path, "timed-0")[-1]
+    compiled = next(e for e in events(tmp_path, "preparing-0") if e["event"] == "compiled")
+    assert ended["event"] == "done" and ended["at"] < compiled["at"]
 
 
 def events(folder: Path, name: str) -> list[dict]:
