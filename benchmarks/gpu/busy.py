@@ -28,8 +28,13 @@ class Busy:
 
 def measure_busy(run: Callable[[], object]) -> Busy:
     """Profiles `run`, which must have waited for the device. Raises `LookupError` for a profile without kernels."""
+    options = jax.profiler.ProfileOptions()
+    # Every Python call would be recorded, and the host be slowed to several times its pace.
+    options.python_tracer_level = 0
+    if jax.default_backend() == "gpu":
+        options.host_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             run()
         (path,) = Path(folder).rglob("*.xplane.pb")
         kernels = list(device_intervals(jax.profiler.ProfileData.from_file(str(path))))

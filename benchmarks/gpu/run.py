@@ -13,6 +13,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from benchmarks.gpu.results import Result  # noqa: E402
 from benchmarks.gpu.sections import PREPARE_DURING, SECTIONS, Section  # noqa: E402
 from benchmarks.gpu.supervise import Launcher, SectionRun, Worker, settle  # noqa: E402
 
+_LOG_CHARACTERS = 200_000
+
 RESERVE = 4.0
 """Seconds kept for the end of the run."""
 
@@ -38,24 +41,23 @@ PATIENCE = 20.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    folder: Path = args.results
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (path for end in ("jsonl", "log", "go") for path in folder.glob(f"*.{end}")):
-        old.unlink()
+    args.results.mkdir(parents=True, exist_ok=True)
     chosen = [s for s in SECTIONS if args.only is None or s.name in args.only]
-    launcher = Launcher(
-        folder=folder,
-        context=Context(dry=args.dry),
-        environment=environment(folder, args.dry),
-        python_path=unpacked_wheels(args.wheels, folder),
-    )
-    run = Run(launcher, chosen, time.time() + args.deadline - RESERVE)
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run.all()
-    except KeyboardInterrupt:
-        print("Stopped; what there is so far:", flush=True)
-    text = run.write()
+    with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
+        folder = Path(name)
+        launcher = Launcher(
+            folder=folder,
+            context=Context(dry=args.dry),
+            environment=environment(folder, args.dry),
+            python_path=unpacked_wheels(args.wheels, folder),
+        )
+        run = Run(launcher, chosen, time.time() + args.deadline - RESERVE, args.results)
+        try:
+            run.all()
+        except KeyboardInterrupt:
+            print("Stopped; what there is so far:", flush=True)
+        text = run.write()
     print(text, flush=True)
     if args.output is not None:
         report.put_between(args.output, report.MEASURED, text)
@@ -70,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=[s.name for s in SECTIONS], metavar="SECTION")
     build = REPOSITORY / "build"
     add("--results", type=Path, default=Path(os.environ.get("OUT") or build / "gpu-bench"),
-        help="folder for results.json, table.md and logs (default: $OUT or build/gpu-bench)")  # fmt: skip
+        help="folder for results.json, table.md and logs.txt (default: $OUT or build/gpu-bench)")  # fmt: skip
     add("--wheels", type=Path, default=build / "gpu-wheels",
         help="folder of wheels that the machine lacks, from vendor.sh (default: build/gpu-wheels)")  # fmt: skip
     add("--output", type=Path, metavar="PAGE", help="also put the table into this page's marks")
@@ -115,8 +117,12 @@ def unpacked_wheels(wheels: Path, folder: Path) -> tuple[str, ...]:
 class Run:
     """The sections one after another, the time that is left, and what came out so far."""
 
-    def __init__(self, launcher: Launcher, sections: list[Section], until: float) -> None:
+    def __init__(
+        self, launcher: Launcher, sections: list[Section], until: float, folder: Path
+    ) -> None:
+        """`folder` is for what comes out: three files, however many the processes write elsewhere."""
         self.launcher, self.sections, self.until = launcher, sections, until
+        self.folder = folder
         self.results: list[Result] = []
         self.seconds: dict[str, float] = {}
         self.head = surroundings.describe(REPOSITORY)
@@ -177,14 +183,21 @@ class Run:
             )
 
     def write(self) -> str:
-        """The table, which is also written to the results' folder, as is everything in JSON."""
+        """The table, which is also written to the folder, as are everything in JSON and the processes' logs."""
         dry = self.launcher.context.dry
         text = report.render(self.head, self.sections, self.results, dry)
-        folder = self.launcher.folder
-        (folder / "table.md").write_text(text)
+        (self.folder / "table.md").write_text(text)
         content = report.as_json(self.head, self.results, self.seconds, dry)
-        report.write_json(folder / "results.json", content)
+        report.write_json(self.folder / "results.json", content)
+        logs = sorted(self.launcher.folder.glob("*.log"))
+        (self.folder / "logs.txt").write_text(
+            "\n".join(f"==== {log.stem}\n{_end_of(log)}" for log in logs)
+        )
         return text
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-_LOG_CHARACTERS:]
 
 
 def _progress(section: Section, results: list[Result], seconds: float) -> str:

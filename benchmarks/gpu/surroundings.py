@@ -47,6 +47,8 @@ def _gpu() -> str:
 def _commit(repository: Path) -> str:
     commit = _output("git", "rev-parse", "HEAD", cwd=repository)
     if not commit:
-        return "unknown"
+        # A copy without its history may bring the note that vendor.sh makes.
+        note = repository / "build" / "gpu-wheels" / "commit"
+        return f"{note.read_text().strip()}, or later" if note.exists() else "unknown"
     changed = _output("git", "status", "--porcelain", cwd=repository)
     return f"{commit}{' with changes' if changed else ''}"

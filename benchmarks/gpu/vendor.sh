@@ -15,4 +15,5 @@ pinned=()
 for package in "${packages[@]}"; do pinned+=("$(grep -E "^$package==" constraints.txt)"); done
 "${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     "${platforms[@]/#/--platform=}" --dest "$target" "${pinned[@]}"
+git rev-parse HEAD >"$target/commit"
 du -h "$target"/*.whl

@@ -23,7 +23,7 @@ def section(name: str, seconds: float = 30) -> Section:
 
 def run_of(tmp_path: Path, *sections: Section, seconds: float = 60) -> Run:
     launcher = Launcher(tmp_path, Context(dry=True), {"JAX_PLATFORMS": "cpu"})
-    return Run(launcher, list(sections), time.time() + seconds)
+    return Run(launcher, list(sections), time.time() + seconds, tmp_path)
 
 
 def by_case(run: Run, name: str) -> dict:
