@@ -146,7 +146,7 @@ class Run:
             return
         if section.name == PREPARE_DURING:
             self.prepare()
-        budget = section.seconds + self._spare
+        budget = section.seconds * self.launcher.context.patience + self._spare
         until = min(begin + budget, self.until)
         prepared = self._prepared.pop(section.name, None)
         running = SectionRun(self.launcher, section, until, prepared)

@@ -40,7 +40,8 @@ def main(argument: str) -> int:
     events = Events(Path(job["events"]))
     section = Section(**job["section"])
     done = set(job["done"])
-    cases = [case for case in section.cases(Context(**job["context"])) if case.name not in done]
+    context = Context(**job["context"])
+    cases = [case for case in section.cases(context) if case.name not in done]
     events("cases", names=[case.name for case in cases])
     programs: dict[str, Future] = {}
     if job["compile_ahead"]:
@@ -56,7 +57,7 @@ def main(argument: str) -> int:
     for case in cases:
         if time.time() + 1 > until:
             break
-        events("start", case=case.name, limit=case.limit)
+        events("start", case=case.name, limit=context.patience * case.limit)
         fields = run_case(case, programs.get(case.name))
         lost = fields["status"] == "failed" and not device_answers()
         events("result", case=case.name, **fields)

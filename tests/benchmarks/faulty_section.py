@@ -16,7 +16,7 @@ def cases(context: Context) -> list[Case]:
         Case("raises", _raise),
         Case("wrong", lambda: {"error": 0.5, "tolerance": 0.1}),
         Case("not a number", lambda: {"error": float("nan"), "tolerance": 0.1}),
-        Case("hangs", lambda: time.sleep(60), limit=0.5),
+        Case("hangs", lambda: time.sleep(60), limit=0.2),
         Case("dies", lambda: os._exit(9)),
         Case("missing", _missing),
         Case("last", lambda: {"seconds": 2e-3}),

@@ -31,14 +31,14 @@ def dry_run(tmp_path_factory) -> tuple[dict[str, Any], str]:
     for name in ABSENT:
         (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not on the machine')\n")
     command = [sys.executable, "benchmarks/gpu/run.py", "--dry", "--results", str(folder)]
-    command += ["--deadline", "280", "--wheels", str(folder / "none")]
+    command += ["--deadline", "560", "--wheels", str(folder / "none")]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(blocked)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text()), done.stdout

@@ -113,7 +113,7 @@ def events(folder: Path, name: str) -> list[dict]:
 
 
 def test_a_section_ends_with_its_budget_and_the_next_one_runs(tmp_path):
-    run = run_of(tmp_path, section("endless", seconds=5), section("compiling"))
+    run = run_of(tmp_path, section("endless", seconds=1.5), section("compiling"))
     begin = time.time()
     run.all()
     results = by_case(run, "endless")
