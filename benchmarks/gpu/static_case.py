@@ -22,7 +22,7 @@ from kernels_pallas.gpu_target import GpuTarget, get_target, missing_compiler  #
 
 LATENCY = 1e-6
 """Seconds from a load to its data with memory under load: an assumption, on the long side."""
-STEPS = ((128, 1500), (256, 1500), (32, 1500))
+STEPS = ((128, 1500), (256, 1500))
 """(requests, context) of the engine's decode steps."""
 
 
