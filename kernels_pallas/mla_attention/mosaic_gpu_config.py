@@ -17,8 +17,13 @@ WARP_GROUPS = 2
 RANK_HALF, ROPE_HALF = RANK // WARP_GROUPS, ROPE // WARP_GROUPS
 ROWS = 64
 """Query tokens times heads of a tile: the rows of one warp group's matmul."""
+BLOCK_TOKENS = 32
+"""Keys per step of the loop: two of the ring's blocks are worked on at a time, and blocks of 64 would not leave room to
+load more meanwhile."""
+TILE_COLUMNS = 32
+"""Of swizzled tiles in shared memory. Mosaic's wgmma contracts over as many rows as tiles have columns, here the keys."""
 QUERY_TILE = 64
-"""Columns of the tiles that queries are cut into."""
+"""Columns of the parts that queries are cut into."""
 _QUERY_TILES = RANK_HALF // QUERY_TILE
 _DTYPES = ("bfloat16", "float16")
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -30,12 +35,10 @@ _OVERHEAD = 3072
 class MlaConfig:
     """Of the kernel, for caches of 512 + 64 columns of 16-bit numbers. Raises `ValueError` for what can't run."""
 
-    block_tokens: int
-    """Keys per step of the loop."""
     stages: int
     """Blocks in the ring; two are worked on at a time."""
     query_tiles: int
-    """Of the four tiles of 64 columns of a warp group's queries, those that stay in registers."""
+    """Of the four parts of 64 columns of a warp group's queries, those that stay in registers."""
     cores: int = 132
     """To fill; an H100 or H200 (SXM) has this many."""
     start_blocks: int = 6
@@ -46,8 +49,6 @@ class MlaConfig:
     """Least work of a thread block, `start_blocks` included."""
 
     def __post_init__(self) -> None:
-        if self.block_tokens not in (32, 64):
-            raise ValueError(f"MlaConfig.block_tokens must be 32 or 64, got {self.block_tokens}")
         if self.stages < 3:
             raise ValueError(f"MlaConfig.stages must be at least 3, got {self.stages}")
         if not 0 <= self.query_tiles < _QUERY_TILES:
@@ -64,7 +65,7 @@ class MlaConfig:
         if self.shared_memory > SHARED_MEMORY_PER_BLOCK:
             raise ValueError(
                 f"MlaConfig needs {self.shared_memory} bytes of shared memory; a block has "
-                f"{SHARED_MEMORY_PER_BLOCK}. Take fewer stages or a smaller block_tokens."
+                f"{SHARED_MEMORY_PER_BLOCK}. Take fewer stages."
             )
 
     @property
@@ -75,15 +76,15 @@ class MlaConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of a thread block: the ring, queries, exchanged scores."""
-        ring = self.stages * self.block_tokens * (RANK + ROPE) * 2
+        ring = self.stages * BLOCK_TOKENS * (RANK + ROPE) * 2
         queries = WARP_GROUPS * ROWS * (self.staged_tiles * QUERY_TILE + ROPE_HALF) * 2
-        scores = 2 * WARP_GROUPS * ROWS * self.block_tokens * 4
+        scores = 2 * WARP_GROUPS * ROWS * BLOCK_TOKENS * 4
         return ring + queries + scores + _OVERHEAD
 
     @property
     def bytes_in_flight(self) -> int:
         """Of a core, which holds one thread block, while two blocks of the ring are worked on."""
-        return (self.stages - 2) * self.block_tokens * (RANK + ROPE) * 2
+        return (self.stages - 2) * BLOCK_TOKENS * (RANK + ROPE) * 2
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from tests.kernels_pallas.mla_cases import MlaCase, errors, exact, make_batch
 
 from kernels_pallas import mla_attention, mla_cache_update
+from tests.kernels_pallas.mla_cases import MlaCase, errors, exact, make_batch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 

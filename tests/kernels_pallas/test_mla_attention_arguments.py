@@ -84,7 +84,6 @@ def test_update_refuses(message, changes):
 @pytest.mark.parametrize(
     ("message", "changes"),
     [
-        ("MlaConfig.block_tokens must be 32 or 64, got 48", {"block_tokens": 48}),
         ("MlaConfig.stages must be at least 3, got 2", {"stages": 2}),
         ("MlaConfig.query_tiles must be 0 to 3, got 4", {"query_tiles": 4}),
         ("MlaConfig.cores must be at least 1, got 0", {"cores": 0}),
@@ -94,7 +93,7 @@ def test_update_refuses(message, changes):
 )  # fmt: skip
 def test_configs_that_can_not_run_are_refused(message, changes):
     with pytest.raises(ValueError, match=message):
-        MlaConfig(**({"block_tokens": 32, "stages": 4, "query_tiles": 2} | changes))
+        MlaConfig(**({"stages": 4, "query_tiles": 2} | changes))
 
 
 def test_the_tuned_config_keeps_enough_loads_in_flight():

@@ -1,0 +1,105 @@
+"""Runs of the Mosaic GPU kernels for latent attention, each in a process of its own: see test_mosaic_mla_attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from mla_cases import MlaCase, errors, exact, make_batch
+from mosaic_attention_jobs import _end_when_stuck, interpret_params, races_found
+
+PACKAGE = "kernels_pallas.mla_attention.mosaic_gpu"
+_MODULES = ("_config", "_plan", "_attend", "_merge", "")
+"""Of `PACKAGE`, each after those that it imports."""
+
+
+def run_case(case: dict[str, Any], config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """{"errors" of `mla_cases.errors`, "zeros": tokens of no request are, "races"} in the interpreter."""
+    from kernels_pallas.mla_attention import mosaic_gpu
+    from kernels_pallas.mla_attention.mosaic_gpu_config import MlaConfig
+
+    case = MlaCase(**{"rank": 512, "rope": 64, "dtype": "bfloat16", **case})
+    batch = make_batch(case)
+    out, lse = mosaic_gpu.mla_attention(
+        *batch.arrays,
+        scale=case.scale,
+        decode_only=case.decode_only,
+        return_lse=True,
+        config=MlaConfig(**config) if config else None,
+        interpret=interpret_params(),
+    )
+    return {
+        "errors": errors(case, batch, out, lse),
+        "zeros": not exact(out)[~batch.owned].any(),
+        "races": bool(races_found()),
+    }
+
+
+def run_with_fault(
+    case: dict[str, Any], config: dict[str, Any], module: str, edits: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """`run_case` with text of a module replaced: each edit's old text must occur in it once.
+
+    Ends with `mosaic_attention_jobs.STUCK` on stderr when the kernel waits for what never comes.
+    """
+    threading.Thread(target=_end_when_stuck, daemon=True).start()
+    for name in _MODULES:
+        loaded = importlib.import_module(PACKAGE + name)
+        source = Path(loaded.__file__).read_text()
+        if name == module:
+            for old, new in edits:
+                if source.count(old) != 1:
+                    raise LookupError(f"{module} has {source.count(old)} times {old!r}")
+                source = source.replace(old, new)
+        exec(compile(source, loaded.__file__, "exec"), loaded.__dict__)
+    return run_case(case, config)
+
+
+def compile_kernels(
+    shapes: list[tuple[int, int, str]], decode_only: bool = True
+) -> list[dict[str, Any]]:
+    """Compiles (heads, page size, dtype) for the H200: what ptxas says of every kernel, and of XLA's program."""
+    from kernels_pallas import ptx_report
+    from kernels_pallas.gpu_target import compile_for, device_mesh
+    from kernels_pallas.mla_attention import mosaic_gpu
+
+    dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    mesh = device_mesh("h200")
+    found = []
+    for heads, page_size, dtype in shapes:
+        for path in dump.iterdir():
+            path.unlink()
+        integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        args = (
+            jax.ShapeDtypeStruct((64, heads, 512), dtype),
+            jax.ShapeDtypeStruct((64, heads, 64), dtype),
+            jax.ShapeDtypeStruct((65536 // page_size, page_size, 576), dtype),
+            integer((64, 4096 // page_size)),
+            integer((64,)),
+            integer((65,)),
+        )
+        attend = functools.partial(
+            mosaic_gpu.mla_attention, scale=0.1, decode_only=decode_only, return_lse=True
+        )
+        report = compile_for(mesh, attend, args)
+        for path in sorted(dump.glob("*.ptx")):
+            kernel, ptx = ptx_report.report(path), path.read_text()
+            found.append(
+                {
+                    "shape": [heads, page_size, dtype],
+                    "kernel": kernel.kernel.removesuffix("_mosaic_gpu_kernel"),
+                    "registers": kernel.registers,
+                    "spilled": kernel.spilled_bytes,
+                    "wgmma": ptx.count("wgmma.mma_async"),
+                    "tma": ptx.count("cp.async.bulk.tensor"),
+                    "fences": ptx.count("fence.proxy.async"),
+                    "temporaries": report.memory.temporaries,
+                }
+            )
+    return found
