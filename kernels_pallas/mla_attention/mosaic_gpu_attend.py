@@ -12,7 +12,6 @@ While a block's scores are exchanged and turned into weights, the tensor cores c
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -28,18 +27,18 @@ from kernels_pallas.mla_attention.mosaic_gpu_config import (
     RANK_HALF,
     ROPE_HALF,
     ROWS,
-    TILE_COLUMNS,
     WARP_GROUPS,
     MlaConfig,
 )
+from kernels_pallas.mla_attention.mosaic_gpu_memory import (
+    LN_2,
+    clear_unused,
+    copy_token_rows,
+    opaque,
+    swizzled,
+)
 from kernels_pallas.mla_attention.mosaic_gpu_plan import MlaPlan
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-
-LN_2 = math.log(2.0)
-# wgmma's layout has 64 rows, a block of keys half of them.
-_BLOCK_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
 
 
 def attend(
@@ -97,11 +96,11 @@ def attend(
         num_threads=WARP_GROUPS,
         thread_name="half",
         scratch_types={
-            "latent_s": _swizzled((WARP_GROUPS, stages * block, RANK_HALF), dtype),
-            "rope_s": _swizzled((WARP_GROUPS, stages, block, ROPE_HALF), dtype),
-            "q_s": _swizzled((WARP_GROUPS, config.staged_tiles, ROWS, QUERY_TILE), dtype),
-            "q_rope_s": _swizzled((WARP_GROUPS, ROWS, ROPE_HALF), dtype),
-            "scores_s": _swizzled((2, WARP_GROUPS, ROWS, block), jnp.float32),
+            "latent_s": swizzled((WARP_GROUPS, stages * block, RANK_HALF), dtype),
+            "rope_s": swizzled((WARP_GROUPS, stages, block, ROPE_HALF), dtype),
+            "q_s": swizzled((WARP_GROUPS, config.staged_tiles, ROWS, QUERY_TILE), dtype),
+            "q_rope_s": swizzled((WARP_GROUPS, ROWS, ROPE_HALF), dtype),
+            "scores_s": swizzled((2, WARP_GROUPS, ROWS, block), jnp.float32),
             "lse_s": plgpu.SMEM((ROWS,), jnp.float32),
             "loaded": plgpu.Barrier(
                 num_arrivals=2 * (block // copy_tokens), num_barriers=WARP_GROUPS * stages
@@ -132,8 +131,8 @@ def _run(
         (runs_ref[run + i, 0], runs_ref[run + i, 1]) for i in range(2)
     )
 
-    def one_tile(done, row, first_token, num_tokens, position, first, end_block, is_last):
-        head_tile, half = (_opaque(lax.axis_index(name), done) for name in ("heads", "half"))
+    def one_tile(done, row, first_token, num_tokens, position, first, end_block, ends):
+        head_tile, half = (opaque(lax.axis_index(name), done) for name in ("heads", "half"))
         columns = pl.ds(half * RANK_HALF, RANK_HALF)
         num_blocks = end_block - first
         end = position + num_tokens
@@ -189,7 +188,7 @@ def _run(
         def score_operands(i):
             """Pairs (queries, keys) whose products add up to this half's scores of block i."""
             keys = values_of(i)
-            own = _opaque(half, done + i)
+            own = opaque(half, done + i)
             if in_registers:
                 yield queries, keys.at[:, pl.ds(0, in_registers)]
             for tile in range(config.staged_tiles):
@@ -242,7 +241,7 @@ def _run(
                 scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
                 weights, new_acc, new_peak, new_total = tiles.softmax_step(scores, acc, peak, total)
                 values = values_of(i)
-                pl.when(start + block > end)(lambda: _clear_unused(values, end - start))
+                pl.when(start + block > end)(lambda: clear_unused(values, end - start))
                 new_acc = tiles.matmul(weights.astype(dtype), values, new_acc, interpret)
                 return new_acc, new_peak, new_total
 
@@ -258,26 +257,30 @@ def _run(
         begin = (tiles.zeros((ROWS, RANK_HALF)), tiles.no_peaks(), tiles.zeros((ROWS,)), own)
         acc, peak, total, _ = lax.fori_loop(0, num_blocks, step, begin)
 
+        write(half, head_tile, first_row, num_tokens, first, ends, acc, peak, total)
+
+    def write(half, head_tile, first_row, num_tokens, first, ends, acc, peak, total):
+        """What is whole as results, what is not as a piece."""
         out = tiles.normalized(acc, total)
         lse = peak + jnp.log2(total)
-        is_whole = (first == 0) & is_last
+        is_whole = (first == 0) & ends
         piece = 2 * run + (first == 0)
         piece_rows = pl.ds(head_tile * ROWS, ROWS)
+        columns = pl.ds(half * RANK_HALF, RANK_HALF)
+        to_tokens = functools.partial(
+            copy_token_rows,
+            first_row=first_row,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            heads=heads,
+        )
 
         @pl.when(is_whole)
         def _():
             out_s = latent_s.at[half, pl.ds(0, ROWS)]
             out_s[...] = out.astype(dtype)
             plgpu.commit_smem()
-            for token in range(tile_tokens):
-
-                @pl.when(token < num_tokens)
-                def _():
-                    plgpu.copy_smem_to_gmem(
-                        out_s.at[pl.ds(token * heads, heads)],
-                        out_ref.at[pl.ds(first_row + token * num_heads, heads), columns],
-                    )
-
+            to_tokens(out_s, lambda rows: out_ref.at[rows, columns])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(~is_whole)
@@ -285,30 +288,20 @@ def _run(
             # From registers, as shared memory has no room for float32.
             tiles.store_plain(parts_ref.at[piece, piece_rows, columns], out)
 
-        @pl.when(half == 0)
+        @pl.when((half == 0) & ~is_whole)
         def _():
-            if lse_ref is not None:
+            lse_s[...] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_s, parts_lse_ref.at[piece, piece_rows])
+            plgpu.wait_smem_to_gmem(0)
 
-                @pl.when(is_whole)
-                def _():
-                    lse_s[...] = lse * LN_2
-                    plgpu.commit_smem()
-                    for token in range(tile_tokens):
+        if lse_ref is not None:
 
-                        @pl.when(token < num_tokens)
-                        def _():
-                            plgpu.copy_smem_to_gmem(
-                                lse_s.at[pl.ds(token * heads, heads)],
-                                lse_ref.at[pl.ds(first_row + token * num_heads, heads)],
-                            )
-
-                    plgpu.wait_smem_to_gmem(0)
-
-            @pl.when(~is_whole)
+            @pl.when((half == 0) & is_whole)
             def _():
-                lse_s[...] = lse
+                lse_s[...] = lse * LN_2
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(lse_s, parts_lse_ref.at[piece, piece_rows])
+                to_tokens(lse_s, lambda rows: lse_ref.at[rows])
                 plgpu.wait_smem_to_gmem(0)
 
     def visit(i, blocks_done):
@@ -316,38 +309,14 @@ def _run(
         row, first_token, num_tokens, position = (tiles_ref[tile, k] for k in range(4))
         num_blocks = lax.div(position + num_tokens + (block - 1), jnp.int32(block))
         first = jnp.where(i == 0, first_block, 0)
-        is_last = tile != last_tile
-        end_block = jnp.where(is_last, num_blocks, last_block)
+        ends = tile != last_tile
+        end_block = jnp.where(ends, num_blocks, last_block)
 
         @pl.when(end_block > first)
         def _():
-            one_tile(blocks_done, row, first_token, num_tokens, position, first, end_block, is_last)
+            one_tile(blocks_done, row, first_token, num_tokens, position, first, end_block, ends)
 
         return blocks_done + jnp.maximum(end_block - first, 0)
 
     num_tiles = last_tile - first_tile + (last_block > 0)
     lax.fori_loop(0, num_tiles, visit, jnp.int32(0))
-
-
-def _opaque(value: jax.Array, count: jax.Array) -> jax.Array:
-    """`value`, for a count below 2^24, which the compiler doesn't know: it then computes addresses from it where they are
-    needed, and not once before the loops that change `count`, to keep them all in registers."""
-    return value + lax.shift_right_logical(count, jnp.int32(24))
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, columns] in tiles that wgmma and TMA understand."""
-    swizzle = TILE_COLUMNS * jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, TILE_COLUMNS)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _clear_unused(values_s: Any, num_used: jax.Array) -> None:
-    """Zero the rows of a block from num_used on: a weight of 0 times NaN would be NaN."""
-    # Tile by tile, as a whole block in registers next to the results would spill.
-    for start in range(0, RANK_HALF, QUERY_TILE):
-        part_s = values_s.at[:, pl.ds(start, QUERY_TILE)]
-        part = tiles.load_plain(part_s, _BLOCK_LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=_BLOCK_LAYOUT)
-        tiles.store_plain(part_s, jnp.where(row < num_used, part, jnp.zeros_like(part)))
-    plgpu.commit_smem()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mla_attention.mosaic_gpu_config import RANK, ROWS
+from kernels_pallas.mla_attention.mosaic_gpu_memory import LN_2, copy_token_rows
 from kernels_pallas.mla_attention.mosaic_gpu_plan import MlaPlan
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
 
@@ -18,7 +20,6 @@ _COLUMNS = 64
 """Of one thread block; a tile that is cut often is the only one, and has to keep the GPU busy by itself."""
 _PIECES = 4
 """Loaded at a time."""
-LN_2 = 0.6931471805599453
 
 
 def merge(
@@ -34,7 +35,6 @@ def merge(
 ) -> None:
     """Write what `mosaic_gpu_attend.attend` left in pieces to `out_ref` and `lse_ref`."""
     num_runs, dtype = plan.merges.shape[0], jax.typeof(out_ref).inner_aval.dtype
-    tile_tokens = ROWS // heads
 
     def body(parts_ref, parts_lse_ref, tiles_ref, merges_ref, out_ref, *refs):
         lse_ref = refs[0] if len(refs) == 3 else None
@@ -78,21 +78,16 @@ def merge(
             if lse_ref is not None:
                 lse_s[...] = (peak + jnp.log2(total)) * LN_2
             plgpu.commit_smem()
-            first_token, num_tokens = tiles_ref[tile, 1], tiles_ref[tile, 2]
-            for token in range(tile_tokens):
-
-                @pl.when(token < num_tokens)
-                def _():
-                    source = pl.ds(token * heads, heads)
-                    first_row = (first_token + token) * num_heads + head_tile * heads
-                    target = pl.ds(first_row, heads)
-                    plgpu.copy_smem_to_gmem(out_s.at[source], out_ref.at[target, columns])
-                    if lse_ref is not None:
-
-                        @pl.when(part == 0)
-                        def _():
-                            plgpu.copy_smem_to_gmem(lse_s.at[source], lse_ref.at[target])
-
+            to_tokens = functools.partial(
+                copy_token_rows,
+                first_row=tiles_ref[tile, 1] * num_heads + head_tile * heads,
+                num_tokens=tiles_ref[tile, 2],
+                num_heads=num_heads,
+                heads=heads,
+            )
+            to_tokens(out_s, lambda rows: out_ref.at[rows, columns])
+            if lse_ref is not None:
+                pl.when(part == 0)(lambda: to_tokens(lse_s, lambda rows: lse_ref.at[rows]))
             plgpu.wait_smem_to_gmem(0)
 
     outputs = (out_ref,) if lse_ref is None else (out_ref, lse_ref)

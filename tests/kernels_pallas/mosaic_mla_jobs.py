@@ -15,7 +15,7 @@ from mla_cases import MlaCase, errors, exact, make_batch
 from mosaic_attention_jobs import _end_when_stuck, interpret_params, races_found
 
 PACKAGE = "kernels_pallas.mla_attention.mosaic_gpu"
-_MODULES = ("_config", "_plan", "_attend", "_merge", "")
+_MODULES = ("_config", "_plan", "_memory", "_attend", "_merge", "")
 """Of `PACKAGE`, each after those that it imports."""
 
 

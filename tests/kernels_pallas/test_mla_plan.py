@@ -1,5 +1,7 @@
 """The plan of the Mosaic GPU latent attention: every block once, equal shares, and pieces that the merge finds."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ def pieces_of(plan, block):
     tiles, runs = (np.asarray(x) for x in (plan.tiles, plan.runs))
     blocks = -(-(tiles[:, 2] + tiles[:, 3]) // block) * (tiles[:, 2] > 0)
     walks = []
-    for (tile, first), (last_tile, last_block) in zip(runs[:-1], runs[1:], strict=True):
+    for (tile, first), (last_tile, last_block) in itertools.pairwise(runs):
         walk = []
         for index in range(tile, last_tile + (last_block > 0)):
             end = last_block if index == last_tile else blocks[index]

@@ -91,15 +91,13 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         MIXED, "_attend", [("start + block > position + 1", "start > position")],
     ),
     "unused_values_not_cleared": (
-        DECODE, "_attend", [("row < num_used", "row < num_used + 32")],
+        DECODE, "_memory", [("row < num_used", "row < num_used + 32")],
     ),
     "page_off_by_one": (
         DECODE, "_attend", [("jnp.minimum(page, last_page)", "jnp.minimum(page + 1, last_page)")],
     ),
     "rows_of_the_next_request_written": (
-        MIXED, "_attend",
-        [("@pl.when(token < num_tokens)\n                def _():\n                    plgpu.copy_smem_to_gmem(\n                        out_s",
-          "@pl.when(token < 4)\n                def _():\n                    plgpu.copy_smem_to_gmem(\n                        out_s")],
+        MIXED, "_memory", [("pl.when(token < num_tokens)", "pl.when(token < 4)")],
     ),
     "merge_drops_the_last_piece": (DECODE_SPLIT, "_merge", [("k < count,", "k < count - 1,")]),
     "piece_written_to_the_wrong_place": (
