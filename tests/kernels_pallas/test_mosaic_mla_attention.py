@@ -81,8 +81,10 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
     "own_half_counted_twice": (
         DECODE, "_attend", [("scores_s[parity, 1 - half]", "scores_s[parity, half]")],
     ),
+    # With one token per tile nothing but this bounds what is seen.
     "sees_one_slot_too_many": (
-        DECODE, "_attend", [("seen_until = position - start\n", "seen_until = position - start + 1\n")],
+        DECODE_SPLIT, "_attend",
+        [("seen_until = position - start\n", "seen_until = position - start + 1\n")],
     ),
     "sees_the_next_token": (
         MIXED, "_attend", [("lax.div(row, jnp.int32(heads))", "1 + lax.div(row, jnp.int32(heads))")],
