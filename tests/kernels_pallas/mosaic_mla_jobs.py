@@ -41,6 +41,11 @@ def run_case(case: dict[str, Any], config: dict[str, Any] | None = None) -> dict
     }
 
 
+def run_cases(cases: dict[str, Any]) -> dict[str, Any]:
+    """`run_case` of each (case, config)."""
+    return {name: run_case(case, config) for name, (case, config) in cases.items()}
+
+
 def run_with_fault(
     case: dict[str, Any], config: dict[str, Any], module: str, edits: list[tuple[str, str]]
 ) -> dict[str, Any]:
@@ -61,9 +66,7 @@ def run_with_fault(
     return run_case(case, config)
 
 
-def compile_kernels(
-    shapes: list[tuple[int, int, str]], decode_only: bool = True
-) -> list[dict[str, Any]]:
+def compile_kernels(shapes: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
     """Compiles (heads, page size, dtype) for the H200: what ptxas says of every kernel, and of XLA's program."""
     from kernels_pallas import ptx_report
     from kernels_pallas.gpu_target import compile_for, device_mesh
@@ -84,9 +87,7 @@ def compile_kernels(
             integer((64,)),
             integer((65,)),
         )
-        attend = functools.partial(
-            mosaic_gpu.mla_attention, scale=0.1, decode_only=decode_only, return_lse=True
-        )
+        attend = functools.partial(mosaic_gpu.mla_attention, scale=0.1, return_lse=True)
         report = compile_for(mesh, attend, args)
         for path in sorted(dump.glob("*.ptx")):
             kernel, ptx = ptx_report.report(path), path.read_text()
