@@ -47,7 +47,8 @@ def decode_attention(
     chunks_per_row = block_tables.shape[1] // chunk_pages
     page_ids = block_tables.reshape(num_rows * chunks_per_row, chunk_pages)
     fitting = _BLOCK_BYTES // (chunk * width * latent_pages.dtype.itemsize)
-    block = min(max(min(num_rows, fitting, _MAX_BLOCK), _MIN_BLOCK), num_rows * chunks_per_row)
+    # Never 1: XLA's CPU backend is slow at batched dots with a batch of 1.
+    block = max(min(num_rows, fitting, _MAX_BLOCK), _MIN_BLOCK)
     dtype = accumulator(q_bnc.dtype)
     num_chunks = (seq_lens + chunk - 1) // chunk
     ends = jnp.cumsum(num_chunks)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from mla_cases import MlaCase, errors, exact, make_batch
 from mosaic_attention_jobs import _end_when_stuck, interpret_params, races_found
 
@@ -67,27 +70,39 @@ def run_with_fault(
 
 
 def compile_kernels(shapes: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
-    """Compiles (heads, page size, dtype) for the H200: what ptxas says of every kernel, and of XLA's program."""
-    from kernels_pallas import ptx_report
+    """Compiles the public function for four H200 that share the heads, by (heads of each, page size, dtype).
+
+    One dict per kernel: what its PTX and ptxas say, and what XLA's program around it needs.
+    """
+    from kernels_pallas import mla_attention, ptx_report
     from kernels_pallas.gpu_target import compile_for, device_mesh
-    from kernels_pallas.mla_attention import mosaic_gpu
 
     dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-    mesh = device_mesh("h200")
+    mesh = device_mesh("h200", 4)
+    by_heads, whole = PartitionSpec(None, "x"), PartitionSpec()
+    attend = jax.shard_map(
+        functools.partial(mla_attention, scale=0.1, return_lse=True),
+        mesh=mesh,
+        in_specs=(by_heads, by_heads, whole, whole, whole, whole),
+        out_specs=(by_heads, by_heads),
+    )
+
+    def array(dtype: Any, *shape: int, spec: PartitionSpec = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
     found = []
     for heads, page_size, dtype in shapes:
         for path in dump.iterdir():
             path.unlink()
-        integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        pages = array(dtype, 65536 // page_size, page_size, 576)
         args = (
-            jax.ShapeDtypeStruct((64, heads, 512), dtype),
-            jax.ShapeDtypeStruct((64, heads, 64), dtype),
-            jax.ShapeDtypeStruct((65536 // page_size, page_size, 576), dtype),
-            integer((64, 4096 // page_size)),
-            integer((64,)),
-            integer((65,)),
+            array(dtype, 64, 4 * heads, 512, spec=by_heads),
+            array(dtype, 64, 4 * heads, 64, spec=by_heads),
+            pages,
+            array(jnp.int32, 64, 4096 // page_size),
+            array(jnp.int32, 64),
+            array(jnp.int32, 65),
         )
-        attend = functools.partial(mosaic_gpu.mla_attention, scale=0.1, return_lse=True)
         report = compile_for(mesh, attend, args)
         for path in sorted(dump.glob("*.ptx")):
             kernel, ptx = ptx_report.report(path), path.read_text()
@@ -101,6 +116,27 @@ def compile_kernels(shapes: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
                     "tma": ptx.count("cp.async.bulk.tensor"),
                     "fences": ptx.count("fence.proxy.async"),
                     "temporaries": report.memory.temporaries,
+                    "cache": math.prod(pages.shape) * pages.dtype.itemsize,
                 }
             )
     return found
+
+
+def compile_update() -> dict[str, int]:
+    """Compiles the cache update for the H200 with the cache donated: bytes, and the kernels of the program."""
+    from kernels_pallas import mla_cache_update
+    from kernels_pallas.gpu_target import compile_for, device_mesh
+
+    shapes = ((4096, 64, 576), (64, 512), (64, 64))
+    args = (
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+        jax.ShapeDtypeStruct((64,), jnp.int32),
+    )
+    report = compile_for(device_mesh("h200"), mla_cache_update, args, donate_argnums=0)
+    entry = report.hlo[report.hlo.index("\nENTRY") :]
+    return {
+        "aliased": report.memory.alias,
+        "cache": math.prod(shapes[0]) * 2,
+        "temporaries": report.memory.temporaries,
+        "kernels": len(re.findall(r" (?:fusion|copy|scatter|custom-call)\(", entry)),
+    }
