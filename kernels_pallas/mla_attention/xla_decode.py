@@ -64,7 +64,7 @@ def decode_attention(
         index = jnp.where(in_use, item - begins[row], 0)
         num_valid = jnp.where(in_use, seq_lens[row] - index * chunk, 0)
         pages = page_ids.at[row * chunks_per_row + index].get(mode="promise_in_bounds")
-        cached_isc = read_slots(latent_pages[:, None], pages, num_valid)[:, 0]
+        cached_isc = read_slots(latent_pages[:, None], pages, num_valid, q_bnc.dtype)[:, 0]
         q_inc = q_bnc.at[row].get(mode="promise_in_bounds")
         score_ins = scale * jnp.einsum(
             "inc,isc->ins", q_inc, cached_isc, preferred_element_type=dtype

@@ -73,7 +73,7 @@ def prefill_attention(
             num_pages, num_slots = chunk_pages * ratio, chunk * ratio
             pages = lax.dynamic_slice(block_tables, (row, c * num_pages), (1, num_pages))
             num_valid = (end - c * num_slots).reshape(1)
-            cached_sc = read_slots(latent_pages[:, None], pages, num_valid)[0, 0]
+            cached_sc = read_slots(latent_pages[:, None], pages, num_valid, q_tnc.dtype)[0, 0]
             score_ms = scale * jnp.einsum(
                 "mc,sc->ms", q_mc, cached_sc, preferred_element_type=dtype
             )
