@@ -106,12 +106,16 @@ def compile_kernels(shapes: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
         report = compile_for(mesh, attend, args)
         for path in sorted(dump.glob("*.ptx")):
             kernel, ptx = ptx_report.report(path), path.read_text()
+            name = kernel.kernel.removesuffix("_mosaic_gpu_kernel")
+            resources = "".join(p.read_text() for p in dump.glob(f"{name}_*.resources.txt"))
+            shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
             found.append(
                 {
                     "shape": [heads, page_size, dtype],
-                    "kernel": kernel.kernel.removesuffix("_mosaic_gpu_kernel"),
+                    "kernel": name,
                     "registers": kernel.registers,
                     "spilled": kernel.spilled_bytes,
+                    "shared_memory": int(shared[1]) if shared else None,
                     "wgmma": ptx.count("wgmma.mma_async"),
                     "tma": ptx.count("cp.async.bulk.tensor"),
                     "fences": ptx.count("fence.proxy.async"),

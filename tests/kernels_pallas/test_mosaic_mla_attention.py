@@ -198,6 +198,8 @@ def test_compiles_for_the_h200(runs):
         if report["kernel"] == "mla_merge":
             continue
         assert report["wgmma"] > 0, report
+        if report["shared_memory"] is not None:
+            assert report["shared_memory"] <= tuned_config().shared_memory
         assert report["tma"] > 0, report
         # Cleared values, results and what the ring's slots held last: before wgmma and TMA see them.
         assert report["fences"] >= 4, report
