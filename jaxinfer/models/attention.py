@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.batch import RaggedBatch
-from jaxinfer.models.layers import constrain, leaf, linear, product_dtype
+from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype
 from jaxinfer.models.rope import Rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
@@ -46,13 +48,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
     ) -> tuple[jax.Array, KVPages]:
-        """[T, E] -> [T, E], and the pages with the batch's keys and values written."""
+        """[T, E] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
         dtype = product_dtype(self.mesh, x_te.dtype)
         qkv = linear(x_te, self.qkv[...], dtype)  # [T, K, G+2, H]
         if self.spec.qkv_bias:
             qkv += self.qkv_bias[...].astype(dtype)
         attended, kv_pages = self._attend(qkv, kv_pages, batch, rope)
-        out = linear(attended, self.o[...], dtype, num_in_axes=3)
+        weight = self.o[...]
+        sizes = weight.shape[0], prod(weight.shape[1:])
+        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
+        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
         out = constrain(out, self.mesh, (None, "embed"))
         if self.spec.o_bias:
             out += self.o_bias[...].astype(dtype)
