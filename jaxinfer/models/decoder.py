@@ -27,6 +27,7 @@ class DecoderLayer(nnx.Module):
         dims: ShardedDims,
         mesh: Mesh,
         dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
         *,
         sliding_window: int | None,
     ):
@@ -35,7 +36,7 @@ class DecoderLayer(nnx.Module):
 
         self.spec, self.mesh = spec, mesh
         self.attention_norm = norm()
-        self.attention = Attention(spec, dims, mesh, dtype, sliding_window=sliding_window)
+        self.attention = Attention(spec, dims, mesh, dtype, kv_dtype, sliding_window=sliding_window)
         self.mlp_norm = norm()
         self.mlp = GatedMlp(spec, dims, mesh, dtype)
         if spec.post_norms:
@@ -86,12 +87,19 @@ def _run_layer(
 class Decoder(nnx.Module):
     """Token ids to hidden states, hidden states to logits. Leaves are zeros until a checkpoint fills them."""
 
-    def __init__(self, spec: DecoderSpec, dims: ShardedDims, mesh: Mesh, dtype: jnp.dtype):
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dims: ShardedDims,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
+    ):
         E, V = spec.embed_dim, dims.vocab_size
         self.spec, self.mesh = spec, mesh
         self.embed = leaf((V, E), ("vocab", "embed"), dtype)
         self.layers = nnx.List(
-            DecoderLayer(spec, dims, mesh, dtype, sliding_window=layer.sliding_window)
+            DecoderLayer(spec, dims, mesh, dtype, kv_dtype, sliding_window=layer.sliding_window)
             for layer in spec.layers
         )
         self.norm = leaf((E,), ("embed",), dtype)
