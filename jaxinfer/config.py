@@ -20,6 +20,8 @@ sampled from, after masks, biases, penalties, temperature and filters."""
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_OVERTAKES = 64
+CASCADE_MIN_ROWS = 8
+CASCADE_MIN_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CascadeConfig:
+    """When decoding requests attend to a beginning that they share once for all of them: from `min_rows` requests on
+    that share `min_tokens` tokens."""
+
+    enabled: bool = True
+    min_rows: int = CASCADE_MIN_ROWS
+    min_tokens: int = CASCADE_MIN_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     tensor_parallel_size: int = 1
 
@@ -101,6 +113,7 @@ class EngineConfig:
     parallel: ParallelConfig
     compilation: CompilationConfig
     device: Device
+    cascade: CascadeConfig = CascadeConfig()
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -170,6 +183,9 @@ class EngineArgs:
     max_cache_overtakes: int = MAX_OVERTAKES
     async_scheduling: bool = True
     grammar_jump_ahead: bool = True
+    disable_cascade_attn: bool = False
+    cascade_min_rows: int = CASCADE_MIN_ROWS
+    cascade_min_tokens: int = CASCADE_MIN_TOKENS
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
@@ -184,6 +200,8 @@ class EngineArgs:
             at_least(name, 1)
         for name in ("max_num_batched_tokens", "kv_cache_memory_bytes", "tensor_parallel_size"):
             at_least(name, 1)
+        at_least("cascade_min_rows", 2)
+        at_least("cascade_min_tokens", 1)
         for name in ("long_prefill_token_threshold", "max_cache_overtakes", "max_logprobs", "seed"):
             at_least(name, 0)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -257,4 +275,7 @@ class EngineArgs:
             parallel=ParallelConfig(self.tensor_parallel_size),
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
             device=device,
+            cascade=CascadeConfig(
+                not self.disable_cascade_attn, self.cascade_min_rows, self.cascade_min_tokens
+            ),
         )

@@ -6,12 +6,15 @@ from kernels_pallas.mla_attention.api import mla_attention
 from kernels_pallas.mla_attention.cache_update import mla_cache_update
 from kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
 from kernels_pallas.rope_kv_cache_update.api import rope_kv_cache_update
+from kernels_pallas.shared_prefix_attention.api import SharedPrefixes, shared_prefix_attention
 
 __all__ = [
+    "SharedPrefixes",
     "add_rms_norm",
     "kv_cache_update",
     "mla_attention",
     "mla_cache_update",
     "ragged_paged_attention",
     "rope_kv_cache_update",
+    "shared_prefix_attention",
 ]

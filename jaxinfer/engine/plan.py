@@ -41,6 +41,21 @@ class AdmittedRow:
     sampling_params: SamplingParams
 
 
+MAX_PREFIX_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroups:
+    """G groups of a plan's rows, 1 to `MAX_PREFIX_GROUPS`: the first `num_rows[0]` rows hold the same first
+    `num_blocks[0]` blocks, the next `num_rows[1]` rows the same first `num_blocks[1]`, and so on.
+
+    All keys and values in these blocks come before the tokens that the step computes.
+    """
+
+    num_rows: Int32
+    num_blocks: Int32
+
+
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
     """What a running row's grammar leaves no choice of: its tokens from position `start` on. The step before sampled
@@ -64,7 +79,8 @@ class StepPlan:
     another row of this very step fills. So in each layer, all keys and values of the step are written before any of
     its rows reads. Such blocks are only read; what a row computes goes to blocks that it has for itself.
 
-    `forced` are tokens of running rows that the host knows; they apply before anything is computed.
+    `forced` are tokens of running rows that the host knows; they apply before anything is computed. `prefix_groups`
+    may be given where each row computes one token.
 
     `rows` is the same array object as the step before's where the batch hasn't changed.
     """
@@ -78,6 +94,7 @@ class StepPlan:
     block_cols: Int32
     block_ids: Int32
     forced: list[ForcedTokens] = field(default_factory=list)
+    prefix_groups: PrefixGroups | None = None
 
     @property
     def num_tokens(self) -> int:

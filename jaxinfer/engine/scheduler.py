@@ -18,8 +18,16 @@ from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, Que
 from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.kv_cache_manager import KVCacheManager, TableEntries
 from jaxinfer.engine.messages import Admission, EngineCoreOutputs, EngineCoreRequest
-from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, Int32, StepPlan, StepResult
+from jaxinfer.engine.plan import (
+    AdmittedRow,
+    ForcedTokens,
+    Int32,
+    PrefixGroups,
+    StepPlan,
+    StepResult,
+)
 from jaxinfer.engine.prefix_cache import PrefixCache
+from jaxinfer.engine.prefix_groups import PrefixGrouping
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.request_queue import create_request_queue
 from jaxinfer.engine.row_table import RowTable
@@ -41,6 +49,7 @@ class Scheduler:
             num_blocks, config.cache.block_size, num_rows, config.max_blocks_per_seq
         )
         self.prefix_cache = PrefixCache(config.cache, self.kv, self.table)
+        self.prefix_grouping = PrefixGrouping(config.cascade, self.kv, self.table)
         self.waiting = create_request_queue(config.scheduler.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -101,11 +110,14 @@ class Scheduler:
             batch, counts = batch.take(index), counts[index]
         if not counts.size:
             return None
+        groups = None
         if longest > 1:
             # Rows with one token first: the device may treat them as decodes.
             index = np.argsort(counts != 1, kind="stable")
             batch, counts = batch.take(index), counts[index]
-        return self._plan(batch, counts, TableEntries.join(entries), admitted)
+        else:
+            batch, groups = self.prefix_grouping.arrange(batch)
+        return self._plan(batch, counts, groups, TableEntries.join(entries), admitted)
 
     def force(self, step: ScheduledStep, tokens: dict[int, Int32]) -> None:
         """Let the rows at these positions of a step that is being sampled go on with the tokens that their grammars
@@ -191,6 +203,7 @@ class Scheduler:
     def _release(self, requests: Collection[Request]) -> int:
         """Take rows and blocks away. Returns the number of blocks that became free."""
         self.prefix_cache.release(requests)
+        self.prefix_grouping.release([request.row for request in requests])
         num_free = self.kv.pool.num_free
         for request in requests:
             self._forced.pop(request.row, None)
@@ -237,6 +250,7 @@ class Scheduler:
             row = table.admit(request, num_cached)
             entries.append(kv.start(row, found, num_cached + count))
             cache.admit(request, len(found), num_cached + count)
+            self.prefix_grouping.admit(row, len(found))
             coming.update(cache.coming(request))
             request.state = RequestState.RUNNING
             admitted.append(request)
@@ -258,7 +272,12 @@ class Scheduler:
         )
 
     def _plan(
-        self, batch: Batch, counts: Int32, entries: TableEntries, admitted: list[Request]
+        self,
+        batch: Batch,
+        counts: Int32,
+        groups: PrefixGroups | None,
+        entries: TableEntries,
+        admitted: list[Request],
     ) -> ScheduledStep:
         table, rows = self.table, batch.rows
         computed = table.num_computed[rows]
@@ -280,6 +299,7 @@ class Scheduler:
             block_cols=entries.cols,
             block_ids=entries.blocks,
             forced=list(self._forced.values()),
+            prefix_groups=groups,
         )
         self._forced = {}
         now = time.monotonic() if admitted else 0.0

@@ -2,7 +2,7 @@
 
 A compiled program serves one shape, so every step is padded up to a rung of this ladder. T counts the step's tokens,
 R its rows, P the width of its block tables. A step of decodes alone has T = R; otherwise R has its own coarser rungs,
-since it only pads small per-row work. P costs no more than the transfer of the tables (attention loops over the pages
+since it only pads small per-row work. A step of decodes whose rows share beginnings has a program of its own. P costs no more than the transfer of the tables (attention loops over the pages
 that are in use), so it has one rung up to long contexts.
 """
 
@@ -13,17 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
+
 MIN_ROWS = 2
 """XLA:CPU runs a bfloat16 matmul with a lone row about ten times slower than one with two."""
 
 
 class StepShape(NamedTuple):
-    """Padded sizes of a step: T tokens, R rows, P pages per row; `decode_only` when T = R and row r is token r."""
+    """Padded sizes of a step: T tokens, R rows, P pages per row; `decode_only` when T = R and row r is token r.
+
+    With `num_prefixes`, up to so many groups of rows, the first rows of the step, share their first pages.
+    """
 
     num_tokens: int
     num_rows: int
     num_pages: int
     decode_only: bool
+    num_prefixes: int = 0
 
 
 def _rungs(low: int, high: int, factor: int) -> tuple[int, ...]:
@@ -41,29 +47,43 @@ def _at_least(rungs: tuple[int, ...], n: int) -> int:
 
 @dataclass(frozen=True)
 class BucketLadder:
-    """The rungs for an engine: up to `max_num_batched_tokens` tokens, `max_num_seqs` rows, `max_pages` per row."""
+    """The rungs for an engine: up to `max_num_batched_tokens` tokens, `max_num_seqs` rows, `max_pages` per row.
+
+    Steps of `min_grouped_rows` or more decodes may come in groups that share pages; None: groups are not told apart.
+    """
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     pages: tuple[int, ...]
+    min_grouped_rows: int | None = None
 
     @classmethod
-    def create(cls, max_num_batched_tokens: int, max_num_seqs: int, max_pages: int) -> BucketLadder:
+    def create(
+        cls,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_pages: int,
+        min_grouped_rows: int | None = None,
+    ) -> BucketLadder:
         rows = max(max_num_seqs, MIN_ROWS)
         return cls(
             decode_rows=_rungs(MIN_ROWS, rows, 2),
             mixed_tokens=_rungs(16, max(max_num_batched_tokens, 16), 2),
             mixed_rows=_rungs(8, max(rows, 8), 8),
             pages=_rungs(512, max_pages, 8),
+            min_grouped_rows=min_grouped_rows,
         )
 
-    def shape(self, num_tokens: int, num_rows: int, num_pages: int) -> StepShape:
-        """The smallest shape that holds the step."""
+    def shape(
+        self, num_tokens: int, num_rows: int, num_pages: int, *, grouped: bool = False
+    ) -> StepShape:
+        """The smallest shape that holds the step; `grouped` when rows of a step of decodes share their first pages."""
         pages = _at_least(self.pages, num_pages)
         if num_tokens == num_rows:
             rows = _at_least(self.decode_rows, num_rows)
-            return StepShape(rows, rows, pages, True)
+            grouped = grouped and self._has_groups(rows)
+            return StepShape(rows, rows, pages, True, MAX_PREFIX_GROUPS if grouped else 0)
         return StepShape(
             _at_least(self.mixed_tokens, num_tokens),
             _at_least(self.mixed_rows, num_rows),
@@ -80,3 +100,8 @@ class BucketLadder:
                         yield StepShape(tokens, rows, pages, False)
             for rows in reversed(self.decode_rows):
                 yield StepShape(rows, rows, pages, True)
+                if self._has_groups(rows):
+                    yield StepShape(rows, rows, pages, True, MAX_PREFIX_GROUPS)
+
+    def _has_groups(self, rows: int) -> bool:
+        return self.min_grouped_rows is not None and rows >= self.min_grouped_rows

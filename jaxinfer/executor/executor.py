@@ -62,6 +62,7 @@ class MeshExecutor:
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
             config.max_blocks_per_seq,
+            _min_grouped_rows(config, spec),
         )
         programs = Programs(
             decoder=decoder,
@@ -144,6 +145,14 @@ class MeshExecutor:
 def _delete(arrays: object) -> None:
     for array in jax.tree.leaves(arrays):
         array.delete()
+
+
+def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
+    """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window
+    always attend row by row."""
+    if not config.cascade.enabled or all(layer.sliding_window for layer in spec.layers):
+        return None
+    return config.cascade.min_rows
 
 
 def _size_cache(

@@ -25,8 +25,8 @@ class PackedLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        num_tokens, num_rows, num_pages, _ = self.shape
-        return {
+        num_tokens, num_rows, num_pages, _, num_prefixes = self.shape
+        sizes = {
             "token_ids": num_tokens,
             "positions": num_tokens,
             "slot_mapping": num_tokens,
@@ -35,6 +35,11 @@ class PackedLayout:
             "rows": num_rows,
             "block_tables": num_rows * num_pages,
         }
+        if num_prefixes:
+            sizes["prefix_start_loc"] = num_prefixes + 1
+            sizes["prefix_lens"] = num_prefixes
+            sizes["prefix_tables"] = num_prefixes * num_pages
+        return sizes
 
     @property
     def size(self) -> int:
@@ -46,9 +51,9 @@ class PackedLayout:
         for name, size in self.sizes.items():
             pieces[name] = packed[start : start + size]
             start += size
-        pieces["block_tables"] = pieces["block_tables"].reshape(
-            self.shape.num_rows, self.shape.num_pages
-        )
+        for name in ("block_tables", "prefix_tables"):
+            if name in pieces:
+                pieces[name] = pieces[name].reshape(-1, self.shape.num_pages)
         return pieces
 
 
@@ -99,7 +104,9 @@ class InputBatch:
         num_tokens = int(ends[-1])
         seq_lens = plan.num_computed + plan.num_scheduled
         num_pages = -(-int(seq_lens.max()) // self.block_size)
-        shape = self.ladder.shape(num_tokens, num_rows, num_pages)
+        shape = self.ladder.shape(
+            num_tokens, num_rows, num_pages, grouped=plan.prefix_groups is not None
+        )
         layout = PackedLayout(shape)
         packed = np.zeros(layout.size, np.int32)
         to = layout.views(packed)
@@ -130,8 +137,22 @@ class InputBatch:
                 page_size=self.block_size,
                 num_tokens=shape.num_tokens,
             )
+        if shape.num_prefixes:
+            self._fill_prefixes(plan, to)
         self._fill_token_ids(plan, ends, seq_lens, to["token_ids"])
         return shape, packed
+
+    def _fill_prefixes(self, plan: StepPlan, to: dict[str, np.ndarray]) -> None:
+        """What the plan's groups share, read off the first row of each; unused groups own no tokens."""
+        groups = plan.prefix_groups
+        assert groups is not None
+        ends = np.cumsum(groups.num_rows)
+        to["prefix_start_loc"][1 : len(ends) + 1] = ends
+        to["prefix_start_loc"][len(ends) + 1 :] = ends[-1]
+        to["prefix_lens"][: len(ends)] = groups.num_blocks * self.block_size
+        first_rows = plan.rows[ends - groups.num_rows]
+        for group, (row, count) in enumerate(zip(first_rows, groups.num_blocks, strict=True)):
+            to["prefix_tables"][group, :count] = self.block_tables[row, :count]
 
     def _fill_token_ids(
         self, plan: StepPlan, ends: np.ndarray, seq_lens: np.ndarray, out: np.ndarray

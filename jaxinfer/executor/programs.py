@@ -32,6 +32,7 @@ from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.parallel.mesh import replicated
+from kernels_pallas import SharedPrefixes
 
 INVALID_TOKEN = -1
 """Stands in a step's token ids for a row whose logits can't be trusted."""
@@ -75,10 +76,19 @@ def forward_step(
         seq_lens=step["seq_lens"],
         block_tables=step["block_tables"],
         decode_only=shape.decode_only,
+        shared_prefixes=_shared_prefixes(step) if shape.num_prefixes else None,
     )
     hidden, kv_cache = decoder.forward(leaves, batch, kv_cache)
     last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
     return ForwardOutput(hidden[last], hidden, kv_cache)
+
+
+def _shared_prefixes(step: dict[str, jax.Array]) -> SharedPrefixes:
+    return SharedPrefixes(
+        block_tables=step["prefix_tables"],
+        lens=step["prefix_lens"],
+        query_start_loc=step["prefix_start_loc"],
+    )
 
 
 def sample_step(

@@ -15,7 +15,11 @@ from jaxinfer.models.rope import Rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import partition_spec, tensor_parallel_size
-from kernels_pallas import ragged_paged_attention, rope_kv_cache_update
+from kernels_pallas import (
+    ragged_paged_attention,
+    rope_kv_cache_update,
+    shared_prefix_attention,
+)
 from kernels_pallas.quantized_pages import quantized
 
 KVPages = tuple[jax.Array, jax.Array]
@@ -97,17 +101,21 @@ class Attention(nnx.Module):
             if self.quantized_cache:
                 # Those of a CPU's float32 products are rounded as for a cache of the model's dtype.
                 q_tnh = q_tnh.astype(dtype)
-            attended = ragged_paged_attention(
-                q_tnh,
-                kv_pages,
-                batch.block_tables,
-                batch.seq_lens,
-                batch.query_start_loc,
-                scale=spec.query_scale,
-                sliding_window=self.sliding_window,
-                kv_scales=kv_scales,
-                decode_only=batch.decode_only,
-            )
+            rows = (batch.block_tables, batch.seq_lens, batch.query_start_loc)
+            options = {
+                "scale": spec.query_scale,
+                "kv_scales": kv_scales,
+                "decode_only": batch.decode_only,
+            }
+            # A window leaves each row a piece of the shared pages of its own, or nothing of them.
+            if batch.shared_prefixes is None or self.sliding_window is not None:
+                attended = ragged_paged_attention(
+                    q_tnh, kv_pages, *rows, sliding_window=self.sliding_window, **options
+                )
+            else:
+                attended = shared_prefix_attention(
+                    q_tnh, kv_pages, *rows, batch.shared_prefixes, **options
+                )
             T, K, N, H = qkv.shape
             return attended.reshape(T, K, N - 2, H).astype(dtype), kv_pages
 

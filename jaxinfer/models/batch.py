@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from kernels_pallas import SharedPrefixes
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
@@ -31,3 +33,5 @@ class RaggedBatch:
     block_tables: jax.Array
     """[R, P] int32, pages of each row in order; entries past the context are 0."""
     decode_only: bool = field(metadata={"static": True})
+    shared_prefixes: SharedPrefixes | None = None
+    """First pages that rows have in common, where it pays to attend to them once."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.config import (
     CacheConfig,
+    CascadeConfig,
     CompilationConfig,
     EngineConfig,
     LoadConfig,
@@ -24,12 +25,19 @@ from jaxinfer.config import (
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.grammars import GrammarBackend
 from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
-from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
+from jaxinfer.engine.plan import (
+    MAX_PREFIX_GROUPS,
+    LogprobArrays,
+    StepPlan,
+    StepResult,
+    TokenMask,
+)
 from jaxinfer.sampling_params import SamplingParams
 
 VOCAB = 50
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
+CASCADE = CascadeConfig(min_rows=2, min_tokens=BLOCK_SIZE)
 
 NextToken = Callable[[Sequence[int]], int]
 
@@ -52,6 +60,7 @@ def make_config(
     cache_aware: bool = False,
     max_overtakes: int = 64,
     jump_ahead: bool = True,
+    cascade: CascadeConfig = CASCADE,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
@@ -74,6 +83,7 @@ def make_config(
         parallel=ParallelConfig(),
         compilation=CompilationConfig(),
         device="cpu",
+        cascade=cascade,
     )
 
 
@@ -150,6 +160,7 @@ class FakeExecutor:
         self.shut_down = False
         self.asleep: set[str] = set()
         self.is_invalid: Callable[[Sequence[int]], bool] = lambda context: False
+        self.num_grouped = 0
         self.num_logprobs: int | None = None
         self.prompt_logprobs = False
         self._rows: dict[int, DeviceRow] = {}
@@ -217,6 +228,25 @@ class FakeExecutor:
                 assert self._owner[block] == (row_id, row.generation), "a block has two writers"
                 self._kv[block, position % block_size] = row.prefixes[position]
             row.computed = end
+        if plan.prefix_groups is not None:
+            self._check_groups(plan)
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        """Of rows that decode, all of whose shared blocks come before what they compute."""
+        cascade, block_size = self.config.cascade, self.config.cache.block_size
+        assert cascade.enabled and (plan.num_scheduled == 1).all()
+        sizes = plan.prefix_groups.num_rows.tolist()
+        counts = plan.prefix_groups.num_blocks.tolist()
+        assert 1 <= len(sizes) == len(counts) <= MAX_PREFIX_GROUPS
+        first = 0
+        for size, count in zip(sizes, counts, strict=True):
+            assert size >= cascade.min_rows and count * block_size >= cascade.min_tokens
+            members = plan.rows[first : first + size].tolist()
+            assert len({tuple(self._rows[row].blocks[:count]) for row in members}) == 1
+            assert min(plan.num_computed[first : first + size]) >= count * block_size
+            first += size
+        assert first <= len(plan.rows)
+        self.num_grouped += first
 
     def sample_tokens(self, mask: TokenMask | None) -> FakeHandle:
         self.log.append("sample")

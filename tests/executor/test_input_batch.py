@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, StepPlan
+from jaxinfer.engine.plan import (
+    MAX_PREFIX_GROUPS,
+    AdmittedRow,
+    ForcedTokens,
+    PrefixGroups,
+    StepPlan,
+)
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import FROM_DEVICE, InputBatch, PackedLayout
 from jaxinfer.sampling_params import SamplingParams
@@ -83,10 +89,10 @@ def test_pack_matches_one_token_at_a_time(step):
 
 def test_ladder_has_no_lone_row_and_covers_its_limits():
     ladder = BucketLadder.create(1000, 48, 2000)
-    assert ladder.shape(1, 1, 1) == (2, 2, 512, True)
-    assert ladder.shape(48, 48, 513) == (48, 48, 2000, True)
-    assert ladder.shape(1000, 48, 33) == (1000, 48, 512, False)
-    assert ladder.shape(17, 3, 512) == (32, 8, 512, False)
+    assert ladder.shape(1, 1, 1) == (2, 2, 512, True, 0)
+    assert ladder.shape(48, 48, 513) == (48, 48, 2000, True, 0)
+    assert ladder.shape(1000, 48, 33) == (1000, 48, 512, False, 0)
+    assert ladder.shape(17, 3, 512) == (32, 8, 512, False, 0)
     assert BucketLadder.create(64, 8, 100).pages == (100,)
     shapes = list(ladder.all_shapes())
     assert len(shapes) == len(set(shapes))
@@ -129,3 +135,48 @@ def test_forced_tokens_are_the_hosts_until_the_row_passes_on():
     assert fed(0, 8, [AdmittedRow(3, longer, 12, SamplingParams())]) == longer[:8].tolist()
     assert fed(8, 4) == longer[8:].tolist()
     assert fed(12, 1) == [FROM_DEVICE]
+
+
+def test_steps_of_enough_decodes_have_a_shape_for_groups():
+    ladder = BucketLadder.create(64, 32, 100, min_grouped_rows=8)
+    assert ladder.shape(9, 9, 1, grouped=True) == (16, 16, 100, True, MAX_PREFIX_GROUPS)
+    assert ladder.shape(9, 9, 1) == (16, 16, 100, True, 0)
+    assert ladder.shape(4, 4, 1, grouped=True) == (4, 4, 100, True, 0)
+    assert ladder.shape(12, 9, 1, grouped=True) == (16, 16, 100, False, 0)
+    without = BucketLadder.create(64, 32, 100)
+    assert without.shape(9, 9, 1, grouped=True) == without.shape(9, 9, 1)
+    new = set(ladder.all_shapes()) - set(without.all_shapes())
+    assert new == {(rows, rows, 100, True, MAX_PREFIX_GROUPS) for rows in (8, 16, 32)}
+
+
+def test_pack_writes_what_each_group_shares():
+    ladder = BucketLadder.create(64, 8, MAX_PAGES, min_grouped_rows=2)
+    batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, ladder)
+    rng = np.random.default_rng(0)
+    batch.block_tables[:-1] = rng.permutation(NUM_ROWS * MAX_PAGES).reshape(NUM_ROWS, -1) + 1
+    batch.admitted[:] = [AdmittedRow(r, np.arange(41), 41, SamplingParams()) for r in range(8)]
+    batch.num_known[:] = 41
+    none, ones = np.empty(0, np.int32), np.ones(6, np.int32)
+    plan = StepPlan(
+        admitted=[],
+        rows=np.array([5, 2, 0, 7, 3, 1], np.int32),
+        num_computed=40 * ones,
+        num_scheduled=ones,
+        samples=ones != 0,
+        block_rows=none,
+        block_cols=none,
+        block_ids=none,
+        prefix_groups=PrefixGroups(np.array([2, 3], np.int32), np.array([4, 9], np.int32)),
+    )
+    shape, packed = batch.pack(plan)
+    got = PackedLayout(shape).views(packed)
+    assert shape == (8, 8, MAX_PAGES, True, MAX_PREFIX_GROUPS)
+    assert got["prefix_start_loc"].tolist() == [0, 2] + [5] * (MAX_PREFIX_GROUPS - 1)
+    assert got["prefix_lens"].tolist() == [4 * PAGE, 9 * PAGE] + [0] * (MAX_PREFIX_GROUPS - 2)
+    expected = np.zeros((MAX_PREFIX_GROUPS, MAX_PAGES), np.int32)
+    expected[0, :4] = batch.block_tables[5, :4]
+    expected[1, :9] = batch.block_tables[0, :9]
+    np.testing.assert_array_equal(got["prefix_tables"], expected)
+    # The rows' own tables and lengths are whole all the same.
+    np.testing.assert_array_equal(got["block_tables"][:6], batch.block_tables[plan.rows])
+    assert got["seq_lens"].tolist() == [41] * 6 + [0] * 2

@@ -1,0 +1,1 @@
+"""Attention of requests whose contexts begin with the same pages."""
