@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.programs import Programs
@@ -55,14 +56,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Shapes of Llama 3's models, as their configs give them."""
 
-PROGRAMS = ("decode", "mixed", "sample_greedy", "sample_random")
+PROGRAMS = ("decode", "shared_prefix", "mixed", "sample_greedy", "sample_random")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The step that is compiled: `rows` requests of `context` tokens each.
 
-    The decode step has one token of each; the mixed step `mixed_tokens` in all, the last request prefilling a chunk.
+    The decode step has one token of each, and so has the one for a shared prefix, of half the context; the mixed step
+    has `mixed_tokens` in all, the last request prefilling a chunk.
     """
 
     rows: int = 64
@@ -78,9 +80,14 @@ class Workload:
     def num_pages(self) -> int:
         return self.rows * self.pages_per_row + 1
 
+    @property
+    def shared_tokens(self) -> int:
+        return self.pages_per_row // 2 * self.page_size
+
     def shape(self, program: str) -> StepShape:
         tokens = self.mixed_tokens if program == "mixed" else self.rows
-        return StepShape(tokens, self.rows, self.pages_per_row, tokens == self.rows)
+        prefixes = MAX_PREFIX_GROUPS if program == "shared_prefix" else 0
+        return StepShape(tokens, self.rows, self.pages_per_row, tokens == self.rows, prefixes)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def _measure_program(
     programs = _programs(decoder, work)
     shape = work.shape(program)
     lower: Callable[[], jax.stages.Lowered]
-    if program in ("decode", "mixed"):
+    if not program.startswith("sample"):
         lower, floor = lambda: programs.lower_forward(shape), forward_floor(decoder, work, shape)
     else:
         level = SamplerLevel.GREEDY if program == "sample_greedy" else SamplerLevel.RANDOM
@@ -209,14 +216,16 @@ def cache_bytes(decoder: FunctionalDecoder, work: Workload) -> int:
 
 
 def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) -> Floor:
-    """Each weight read once, of the embedding the batch's rows; the requests' keys and values read once, the new ones
-    written. FLOPs: two per weight and token, four per query, key and dimension that causality leaves."""
+    """Each weight read once, of the embedding the batch's rows; the requests' keys and values read once, those of a
+    shared prefix once for all, the new ones written. FLOPs: two per weight and token, four per query, key and dimension that causality leaves."""
     spec, dims, devices = decoder.spec, decoder.dims, decoder.dims.tensor_parallel_size
     item = decoder.dtype.itemsize
     outside = {("embed",), ("lm_head",)}
     weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in outside}
     chunk = shape.num_tokens - shape.num_rows + 1
     contexts = work.rows * work.context
+    if shape.num_prefixes:
+        contexts -= (work.rows - 1) * work.shared_tokens
     # The chunk's tokens see each other only as far as they have come.
     seen = (work.rows - 1) * work.context + chunk * work.context - chunk * (chunk - 1) // 2
     kv_token = 2 * dims.num_kv_heads * spec.head_dim * decoder.kv_dtype.itemsize // devices

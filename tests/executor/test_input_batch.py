@@ -142,7 +142,7 @@ def test_steps_of_enough_decodes_have_a_shape_for_groups():
     assert ladder.shape(9, 9, 1, grouped=True) == (16, 16, 100, True, MAX_PREFIX_GROUPS)
     assert ladder.shape(9, 9, 1) == (16, 16, 100, True, 0)
     assert ladder.shape(4, 4, 1, grouped=True) == (4, 4, 100, True, 0)
-    assert ladder.shape(12, 9, 1, grouped=True) == (16, 16, 100, False, 0)
+    assert ladder.shape(12, 9, 1, grouped=True) == (16, 32, 100, False, 0)
     without = BucketLadder.create(64, 32, 100)
     assert without.shape(9, 9, 1, grouped=True) == without.shape(9, 9, 1)
     new = set(ladder.all_shapes()) - set(without.all_shapes())
