@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import kv_cache_update, ragged_paged_attention
+from kernels_pallas import (
+    SharedPrefixes,
+    kv_cache_update,
+    ragged_paged_attention,
+    shared_prefix_attention,
+)
 from kernels_pallas.quantized_pages import quantize
 
 PAGE_SIZE = 16
@@ -42,7 +47,8 @@ QWEN3 = Heads("Qwen3 8x4x128", 8, 4, 128)
 
 @dataclass(frozen=True)
 class Attention:
-    """`rows`: (context, query tokens) per request, padded to num_rows and num_tokens."""
+    """`rows`: (context, query tokens) per request, padded to num_rows and num_tokens. All begin with the same `shared`
+    tokens, which `together` reads once for all of them."""
 
     label: str
     heads: Heads
@@ -53,6 +59,8 @@ class Attention:
     """None: that of the queries."""
     sinks: bool = False
     return_lse: bool = False
+    shared: int = 0
+    together: bool = False
 
     @property
     def decode_only(self) -> bool:
@@ -60,12 +68,30 @@ class Attention:
 
     @property
     def suite(self) -> str:
+        if self.shared:
+            return "shared"
         return "decode" if self.decode_only else "prefill"
 
 
 def decode(heads: Heads, label: str, contexts: tuple[int, ...], num_rows: int) -> Attention:
     rows = tuple((context, 1) for context in contexts)
     return Attention(f"decode {label}", heads, rows, num_rows, num_rows)
+
+
+def shared_decode(
+    heads: Heads, num_rows: int, shared: int, own: int
+) -> tuple[Attention, Attention]:
+    """Each request by itself, and all together."""
+    by_itself = Attention(
+        f"decode {num_rows} x ({shared} shared + {own})",
+        heads,
+        ((shared + own, 1),) * num_rows,
+        num_rows,
+        num_rows,
+        shared,
+    )
+    together = replace(by_itself, label=f"{by_itself.label}, read once", together=True)
+    return by_itself, together
 
 
 ATTENTION = (
@@ -87,6 +113,9 @@ ATTENTION = (
         1024 + 64,
     ),
     Attention("prefill 1024 onto 7168", SMOLLM2, ((8192, 1024),), 2, 1024),
+    *shared_decode(SMOLLM2, 64, 512, 48),
+    *shared_decode(SMOLLM2, 8, 256, 48),
+    *shared_decode(QWEN3, 64, 512, 48),
 )
 OPTIONS = tuple(
     replace(case, label=f"{case.label}, {label}", **options)
@@ -129,6 +158,8 @@ def attention_case(case: Attention, dtype: jnp.dtype, layers: int) -> Case:
     block_tables = np.zeros((case.num_rows, PAGES_PER_ROW), np.int32)
     for row, (count, end) in enumerate(zip(needed, np.cumsum(needed), strict=True)):
         block_tables[row, :count] = free[end - count : end]
+    num_shared = case.shared // PAGE_SIZE
+    block_tables[: len(needed), :num_shared] = block_tables[0, :num_shared]
     seq_lens = np.zeros(case.num_rows, np.int32)
     seq_lens[: len(case.rows)] = [context for context, _ in case.rows]
     lens = [query_len for _, query_len in case.rows] + [0] * (case.num_rows - len(case.rows))
@@ -149,17 +180,18 @@ def attention_case(case: Attention, dtype: jnp.dtype, layers: int) -> Case:
     }
     q_tnh = jax.random.normal(key, (case.num_tokens, heads.kv * heads.group, heads.size), dtype)
 
+    prefixes = SharedPrefixes(
+        jnp.asarray(block_tables[:1]),
+        jnp.array([case.shared], jnp.int32),
+        jnp.array([0, len(case.rows)], jnp.int32),
+    )
+
     @jax.jit
     def layer(q_tnh, cache, options, *batch):
-        result = ragged_paged_attention(
-            q_tnh,
-            cache,
-            *batch,
-            scale=heads.size**-0.5,
-            decode_only=case.decode_only,
-            return_lse=case.return_lse,
-            **options,
-        )
+        options = {"scale": heads.size**-0.5, "decode_only": case.decode_only, **options}
+        if case.together:
+            return shared_prefix_attention(q_tnh, cache, *batch, prefixes, **options), 0.0
+        result = ragged_paged_attention(q_tnh, cache, *batch, return_lse=case.return_lse, **options)
         return result if case.return_lse else (result, 0.0)
 
     @jax.jit
@@ -177,7 +209,7 @@ def attention_case(case: Attention, dtype: jnp.dtype, layers: int) -> Case:
         case.suite,
         f"{heads.name}: {case.label}",
         layers,
-        sum(context for context, _ in case.rows) * slot_bytes,
+        (case.shared + sum(context - case.shared for context, _ in case.rows)) * slot_bytes,
         lambda: jax.block_until_ready(compiled(q_tnh, caches, options, *batch)),
     )
 
@@ -232,7 +264,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each case")
-    parser.add_argument("--only", choices=("decode", "prefill", "update"))
+    parser.add_argument("--only", choices=("decode", "shared", "prefill", "update"))
     parser.add_argument("--grep", default="", help="cases whose label contains this")
     args = parser.parse_args()
     dtype = jnp.dtype(args.dtype)

@@ -32,7 +32,7 @@ def requests(seed: int, count: int) -> list[Request]:
         own = rng.integers(3, 97, size=rng.integers(1, 6)).tolist()
         length = int(rng.choice([0, 8, 16, 16, 17, 24, 30]))
         greedy = SamplingParams(
-            temperature=0.0, max_tokens=int(rng.integers(1, 12)), ignore_eos=True
+            temperature=0.0, max_tokens=int(rng.integers(4, 13)), ignore_eos=True
         )
         made.append((texts[i % 3 % 2][:length] + own, greedy))
     return made
@@ -77,8 +77,10 @@ def test_the_tokens_are_the_same(checkpoint, args):
         counts = count_grouped(core)
         for mix, tokens in zip(mixes, expected, strict=True):
             assert [out.token_ids for out in generate(core, mix, stats)] == tokens
-    assert sum(count > 0 for count in counts) > len(counts) / 4 and max(counts) == 2
-    assert ("num_gpu_blocks_override" in args) == (sum(s.num_preemptions for s in stats) > 0)
+    preempts = "num_gpu_blocks_override" in args
+    assert preempts == (sum(s.num_preemptions for s in stats) > 0)
+    assert sum(count > 0 for count in counts) > len(counts) / 6
+    assert max(counts) == 2 or preempts
 
 
 def test_each_request_gets_its_own_logprobs_and_randomness():
