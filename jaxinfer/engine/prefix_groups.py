@@ -29,21 +29,38 @@ class PrefixOrder:
     """
 
     def __init__(self, kv: KVCacheManager, min_blocks: int) -> None:
-        self.rows: Int32 = np.empty(0, np.int32)
-        self.shared: Int32 = np.empty(0, np.int32)
         self._kv = kv
         self._min_blocks = min_blocks
+        # Of all that can run; the first `_length` entries count.
+        self._rows = np.zeros(len(kv.num_blocks), np.int32)
+        self._shared = np.zeros(len(kv.num_blocks), np.int32)
+        self._length = 0
+
+    @property
+    def rows(self) -> Int32:
+        return self._rows[: self._length]
+
+    @property
+    def shared(self) -> Int32:
+        return self._shared[: self._length]
 
     def add(self, row: int, num_found: int) -> None:
         """Take in a row that has its blocks, the first `num_found` of which others may hold too."""
-        position, shared = len(self.rows), 0
+        position, shared = self._length, 0
         if num_found >= self._min_blocks:
             position, shared = self._place(row, num_found)
-        self.rows = np.insert(self.rows, position, np.int32(row))
-        self.shared = np.insert(self.shared, position, np.int32(shared))
+        for array, value in ((self._rows, row), (self._shared, shared)):
+            array[position + 1 : self._length + 1] = array[position : self._length]
+            array[position] = value
+        self._length += 1
 
     def remove(self, rows: Collection[int]) -> None:
-        self.rows, self.shared = self.restricted(~np.isin(self.rows, list(rows)))
+        keep = np.ones(len(self._rows), np.bool_)
+        keep[list(rows)] = False
+        left, shared = self.restricted(keep[self.rows])
+        self._length = len(left)
+        self._rows[: self._length] = left
+        self._shared[: self._length] = shared
 
     def restricted(self, keep: Bool) -> tuple[Int32, Int32]:
         """Rows and what they share with the one before, of those for which `keep` [n] is true only."""

@@ -12,7 +12,7 @@ def merge_attention(
     """Attention over the union of two disjoint sets of keys.
 
     Args:
-        out_a, out_b: [..., H] attention over each of them.
+        out_a, out_b: [..., H] attention over each of them; anything, NaN included, where there are no keys.
         lse_a, lse_b: [...] log-sum-exps of their scores, -inf for no keys.
 
     Returns:
@@ -27,5 +27,7 @@ def merge_pieces(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Where there are no keys at all, -inf - -inf would be NaN.
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = weight.sum(axis=0)
-    merged = jnp.sum(weight[..., None] * out, axis=0) / jnp.where(total == 0, 1, total)[..., None]
-    return merged.astype(out.dtype), peak + jnp.log(jnp.where(total == 0, 1, total))
+    total = jnp.where(total == 0, 1, total)
+    out = jnp.where(lse[..., None] == -jnp.inf, 0, out)
+    merged = jnp.sum(weight[..., None] * out, axis=0) / total[..., None]
+    return merged.astype(out.dtype), peak + jnp.log(total)

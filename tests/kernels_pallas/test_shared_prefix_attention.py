@@ -205,7 +205,7 @@ def test_merging_pieces_is_attention_over_their_union():
     out, lse = merge_attention(*attend(slice(0, 5)), *attend(slice(5, None)))
     np.testing.assert_allclose(out, expected, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
-    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    nothing = jnp.full_like(out, jnp.nan), jnp.full_like(lse, -jnp.inf)
     for pair in ((out, lse, *nothing), (*nothing, out, lse)):
         same = merge_attention(*pair)
         np.testing.assert_array_equal(same[0], out)
