@@ -21,7 +21,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_OVERTAKES = 64
 CASCADE_MIN_ROWS = 8
-CASCADE_MIN_TOKENS = 256
+CASCADE_MIN_TOKENS = {"cpu": 256, "gpu": 1024}
+"""On a GPU the second phase costs a layer some launches, as long as it takes to read a few hundred tokens of 64 requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class CascadeConfig:
 
     enabled: bool = True
     min_rows: int = CASCADE_MIN_ROWS
-    min_tokens: int = CASCADE_MIN_TOKENS
+    min_tokens: int = CASCADE_MIN_TOKENS["cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class EngineArgs:
     grammar_jump_ahead: bool = True
     disable_cascade_attn: bool = False
     cascade_min_rows: int = CASCADE_MIN_ROWS
-    cascade_min_tokens: int = CASCADE_MIN_TOKENS
+    cascade_min_tokens: int | None = None
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
@@ -276,6 +277,8 @@ class EngineArgs:
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
             device=device,
             cascade=CascadeConfig(
-                not self.disable_cascade_attn, self.cascade_min_rows, self.cascade_min_tokens
+                not self.disable_cascade_attn,
+                self.cascade_min_rows,
+                self.cascade_min_tokens or CASCADE_MIN_TOKENS[device],
             ),
         )

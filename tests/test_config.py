@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxinfer.config import CacheConfig, EngineArgs
+from jaxinfer.config import CacheConfig, CascadeConfig, EngineArgs
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,20 @@ def test_prefix_caching_is_on_and_can_be_changed() -> None:
     assert (config.scheduler.cache_aware, config.scheduler.max_overtakes) == (True, 3)
 
 
+def test_when_a_shared_beginning_is_attended_to_once() -> None:
+    args = EngineArgs("m")
+    assert args.create_engine_config(Limits(), "cpu").cascade == CascadeConfig(True, 8, 256)
+    assert args.create_engine_config(Limits(), "gpu").cascade == CascadeConfig(True, 8, 1024)
+    args = EngineArgs("m", disable_cascade_attn=True, cascade_min_rows=3, cascade_min_tokens=64)
+    assert args.create_engine_config(Limits(), "gpu").cascade == CascadeConfig(False, 3, 64)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ({"prefix_caching_hash_algo": "md5"}, "prefix_caching_hash_algo must be one of"),
+        ({"cascade_min_rows": 1}, "cascade_min_rows must be at least 2, got 1"),
+        ({"cascade_min_tokens": 0}, "cascade_min_tokens must be at least 1, got 0"),
         ({"max_cache_overtakes": -1}, "max_cache_overtakes must be at least 0, got -1"),
         (
             {"cache_aware_scheduling": True, "enable_prefix_caching": False},
