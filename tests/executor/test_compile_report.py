@@ -85,6 +85,19 @@ def test_a_whole_8b_step_copies_neither_weights_nor_cache(program, num_tokens):
 
 
 @needs_compiler
+def test_a_shared_prefix_is_read_where_it_lies():
+    """Half the context of 64 requests, once for all of them. Two layers say it for 32."""
+    result = compiled("shared_prefix", layers=2)
+    cache = 2 * 2 * (64 * 32 + 1) * K * 64 * H * 2
+    assert result["memory"]["alias"] == result["cache_bytes"] == cache
+    assert result["moved"] == []
+    assert result["memory"]["temporaries"] < temporaries_bound(64)
+    weights = 2 * (2 * (LAYER_WEIGHTS + 2 * E) + E)
+    keys_and_values = 2 * 2 * K * H * 2 * (64 * 1024 + 1024 + 64)
+    assert result["floor"]["num_bytes"] == weights + 64 * E * 2 + keys_and_values
+
+
+@needs_compiler
 def test_sampling_reads_the_head_where_it_lies():
     result = compiled("sample_greedy", layers=1)
     head = 128_256 * E * 2
