@@ -103,6 +103,7 @@ def test_nothing_machine_specific_is_tracked():
         "docs/benchmarks.md",
         "docs/prefix_caching.md",
         "docs/serving.md",
+        "docs/shared_prefix_attention.md",
     ],
 )
 def test_documents_name_files_that_exist(page):
