@@ -31,16 +31,20 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes
 LOG2_E = math.log2(math.e)
 
 
-def tile_columns(head_size: int) -> int:
-    """Width of the tiles in shared memory: the widest swizzle of 16-bit numbers that divides the head size."""
-    return next(n for n in (64, 32, 16) if head_size % n == 0)
+def tile_columns(head_size: int, itemsize: int = 2) -> int:
+    """Width of the tiles in shared memory: the widest swizzle that divides the head size, 16 bytes at least."""
+    widths = (n // itemsize for n in (128, 64, 32, 16))
+    return next(n for n in widths if head_size % n == 0)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, H] in tiles that wgmma and TMA understand."""
-    columns = tile_columns(shape[-1])
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Shared memory of [..., rows, H] in tiles that TMA and, for 16-bit numbers, wgmma understand."""
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = tile_columns(shape[-1], itemsize)
+    transforms = [plgpu.TilingTransform((8, columns))]
+    if columns * itemsize > 16:
+        transforms.append(plgpu.SwizzleTransform(columns * itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=tuple(transforms))
 
 
 def load_plain(ref: Any, layout: Any) -> jax.Array:
@@ -91,16 +95,17 @@ _COPY_BYTES = 8192
 """At most. With fewer and larger copies LLVM unrolls the loop that issues them, and registers spill."""
 
 
-def tokens_per_copy(page_size: int, head_size: int) -> int:
-    """A power of two, as page sizes are, for 16-bit numbers."""
-    fitting = _COPY_BYTES // (2 * head_size)
+def tokens_per_copy(page_size: int, head_size: int, itemsize: int = 2) -> int:
+    """A power of two, as page sizes are."""
+    fitting = _COPY_BYTES // (itemsize * head_size)
     return min(1 << fitting.bit_length() - 1, page_size)
 
 
 def slabs(pages: jax.Array) -> jax.Array:
     """Pages [num_pages, K, S, H] as what one copy brings: [num_pages * K * S / tokens, tokens, H], the same memory."""
     _, _, page_size, head_size = pages.shape
-    return pages.reshape(-1, tokens_per_copy(page_size, head_size), head_size)
+    tokens = tokens_per_copy(page_size, head_size, pages.dtype.itemsize)
+    return pages.reshape(-1, tokens, head_size)
 
 
 def copy_block(
