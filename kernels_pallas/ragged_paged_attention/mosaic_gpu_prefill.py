@@ -17,12 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_dequant as dequant
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import PrefillConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_plan import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_kernel import prefill_kernel
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
     PrefillPlan,
     max_prefill_items,
     plan_prefill,
 )
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_kernel import Problem, prefill_kernel
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_work import Problem
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import ROWS
 
 
@@ -113,9 +114,7 @@ def prefill_attention(
         outputs["lse"] = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     scratch = _scratch(problem, head_size, q_dtype, page_dtype, return_lse)
     out_tnh, *lse = plgpu.kernel(
-        functools.partial(
-            prefill_kernel, names=(*inputs, *outputs, *scratch), problem=problem
-        ),
+        functools.partial(prefill_kernel, names=(*inputs, *outputs, *scratch), problem=problem),
         out_type=tuple(outputs.values()),
         grid=(problem.cores,),
         grid_names=("core",),
@@ -128,7 +127,9 @@ def prefill_attention(
     )(*inputs.values())
     if not return_lse:
         return out_tnh, None
-    return out_tnh, _lse_of_tokens(lse[0], plan, query_lens, query_start_loc, problem, num_tokens)
+    return out_tnh, _lse_of_tokens(
+        lse[0], plan, query_lens, query_start_loc, seq_lens, problem, num_tokens
+    )
 
 
 def _scratch(
@@ -171,6 +172,7 @@ def _lse_of_tokens(
     plan: PrefillPlan,
     query_lens: jax.Array,
     query_start_loc: jax.Array,
+    seq_lens: jax.Array,
     problem: Problem,
     num_tokens: int,
 ) -> jax.Array:
@@ -180,7 +182,7 @@ def _lse_of_tokens(
     row = jnp.sum(query_start_loc[1:][None, :] <= token[:, None], axis=1, dtype=jnp.int32)
     in_use = row < query_lens.shape[0]
     row = jnp.minimum(row, query_lens.shape[0] - 1)
-    in_use &= query_lens[row] > 0
+    in_use &= (query_lens[row] > 0) & (seq_lens[row] > 0)
     offset = token - query_start_loc[row]
     item = plan.rank.at[plan.begins[row] + offset // tile].get(mode="clip")[:, None]
     consumer = (offset % tile // share)[:, None]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
+import os
+import re
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -94,7 +100,9 @@ def oracle(
     """(out, lse, owned [T]) in float64 numpy from the arrays as rounded; NaN and -inf where nothing is owed."""
     wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
     q, k_pages, v_pages = wide(arrays["q"]), *map(wide, arrays["kv_pages"])
-    k_scale, v_scale = (np.asarray(s, np.float64) for s in options.get("kv_scales", np.ones((2, case.kv_heads))))
+    k_scale, v_scale = (
+        np.asarray(s, np.float64) for s in options.get("kv_scales", np.ones((2, case.kv_heads)))
+    )
     tables, starts = np.asarray(arrays["block_tables"]), np.asarray(arrays["query_start_loc"])
     out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], -np.inf)
     owned = np.zeros(len(q), bool)
@@ -130,7 +138,7 @@ def oracle(
 
 
 def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """"error": largest relative to the largest value, "lse_error": absolute, "untouched": rows that are not owed."""
+    """ "error": largest relative to the largest value, "lse_error": absolute, "untouched": rows that are not owed."""
     from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_prefill
 
     case = Case(**{**case, "rows": [tuple(row) for row in case["rows"]]})
@@ -168,9 +176,101 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_MODULES = (
+    "config", "tiles", "dequant", "prefill_plan", "prefill_work", "prefill_producer",
+    "prefill_consumer", "prefill_kernel", "prefill",
+)  # fmt: skip
+"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu_*`, each after those that it imports."""
+
+
 def run_with_fault(
     case: dict[str, Any], config: dict[str, Any], module: str, edits: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """`run_case` with text of a module replaced: see `mosaic_attention_jobs.plant`."""
-    attention_jobs.plant(module, edits)
+    """`run_case` with text of a module replaced: each edit's old text must occur in it.
+
+    Ends with `attention_jobs.STUCK` on stderr when the kernel waits for what never comes.
+    """
+    threading.Thread(target=attention_jobs._end_when_stuck, daemon=True).start()
+    for name in _MODULES:
+        loaded = importlib.import_module(f"kernels_pallas.ragged_paged_attention.mosaic_gpu_{name}")
+        source = Path(loaded.__file__).read_text()
+        if name == module:
+            for old, new in edits:
+                if old not in source:
+                    raise LookupError(f"{module} has no {old!r}")
+                source = source.replace(old, new)
+        exec(compile(source, loaded.__file__, "exec"), loaded.__dict__)
     return run_case(case, config)
+
+
+def compile_prefill(
+    head_size: int,
+    page_sizes: list[int],
+    dtypes: list[tuple[str, str]],
+    options: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Compiles the kernel for the H200 and reads PTX and ptxas' report, one dict per combination.
+
+    `dtypes` are pairs of the queries' and the pages'. An option "sinks" of True stands for an array.
+    """
+    from kernels_pallas.gpu_target import compile_for, device_mesh
+    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_prefill
+
+    dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    mesh = device_mesh("h200")
+    num_tokens, num_heads, kv_heads, num_rows = 4096, 32, 8, 16
+    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    reports = []
+    for page_size, (dtype, page_dtype), given in itertools.product(page_sizes, dtypes, options):
+        for path in dump.iterdir():
+            path.unlink()
+        itemsize = jnp.dtype(page_dtype).itemsize
+        config = mosaic_gpu_config.prefill_config(head_size, itemsize)
+        pages = jax.ShapeDtypeStruct((512, kv_heads, page_size, head_size), page_dtype)
+        arrays = {}
+        if given.get("sinks"):
+            arrays["sinks"] = floats(num_heads)
+        if itemsize == 1:
+            arrays["kv_scales"] = (floats(kv_heads), floats(kv_heads))
+        statics = {"scale": 0.1, **{k: v for k, v in given.items() if k != "sinks"}}
+
+        def attend(positional, arrays, config=config, statics=statics):
+            return mosaic_gpu_prefill.prefill_attention(
+                *positional, **arrays, config=config, **statics
+            )
+
+        positional = (
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_size), dtype),
+            (pages, pages),
+            integers(num_rows, 128),
+            integers(num_rows),
+            integers(num_rows + 1),
+            integers(num_rows),
+        )
+        compile_for(mesh, attend, (positional, arrays))
+        (path,) = dump.glob("paged_prefill_*.ptx")
+        ptx, log = path.read_text(), path.with_suffix(".ptxas").read_text()
+        resources = "".join(p.read_text() for p in dump.glob("paged_prefill_*.resources.txt"))
+        shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
+        matmuls = re.findall(r"wgmma\.mma_async|wgmma\.wait_group\S* \d", ptx)
+        reports.append(
+            {
+                "head_size": head_size,
+                "page_size": page_size,
+                "dtype": dtype,
+                "page_dtype": page_dtype,
+                **given,
+                "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+                "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+                "serialized": "serialized" in log,
+                "shared_memory": int(shared[1]) if shared else None,
+                "budget": config.shared_memory(head_size, 2, itemsize),
+                "in_flight": config.bytes_in_flight(head_size, itemsize),
+                "wgmma": sum("mma_async" in m for m in matmuls),
+                "overlapped_waits": sum(m.endswith(" 1") for m in matmuls),
+                "tma": ptx.count("cp.async.bulk.tensor"),
+                "fences": ptx.count("fence.proxy.async"),
+            }
+        )
+    return reports

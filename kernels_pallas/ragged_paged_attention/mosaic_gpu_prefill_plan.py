@@ -1,4 +1,4 @@
-"""Who does what: the work items of the Mosaic GPU kernels, computed on the device from the lengths of a step."""
+"""Who does what: the tiles of the Mosaic GPU prefill kernel, computed on the device from the lengths of a step."""
 
 from __future__ import annotations
 
@@ -6,51 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-
-class DecodePlan(NamedTuple):
-    """Runs of key blocks of one request each; the items of a request are neighbours."""
-
-    items: jax.Array
-    """[I, 3] int32: request, first block, number of blocks (0 past the last item)."""
-    rows: jax.Array
-    """[R, 2] int32: a request's first item and how many it has."""
-
-
-def max_decode_items(num_rows: int, target: int) -> int:
-    """Cutting into chunks of ceil(blocks / target) gives at most `target` whole chunks and one rest per request."""
-    return num_rows + target
-
-
-def plan_decode(
-    seq_lens: jax.Array, block: int, sliding_window: int | None, target: int, min_blocks: int
-) -> DecodePlan:
-    """Cut the contexts into about `target` equal items, none shorter than `min_blocks` unless its request is.
-
-    Args:
-        seq_lens: [R] int32; a request with 0 gets no items.
-        block: tokens per block.
-        sliding_window: blocks wholly before the window are left out.
-    """
-    first_block = jnp.zeros_like(seq_lens)
-    if sliding_window is not None:
-        first_block = jnp.maximum(seq_lens - sliding_window, 0) // block
-    num_blocks = (seq_lens + block - 1) // block - first_block
-    chunk = jnp.maximum(-(-jnp.sum(num_blocks) // target), min_blocks)
-    # A request's chunks are evened out: 9 blocks in chunks of 8 become 5 and 4.
-    wanted = jnp.maximum(-(-num_blocks // chunk), 1)
-    per_item = jnp.maximum(-(-num_blocks // wanted), 1)
-    count = -(-num_blocks // per_item)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    begins = ends - count
-    item = jnp.arange(max_decode_items(seq_lens.shape[0], target), dtype=jnp.int32)
-    row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-    in_use = row < seq_lens.shape[0]
-    row = jnp.minimum(row, seq_lens.shape[0] - 1)
-    offset = (item - begins[row]) * per_item[row]
-    blocks = jnp.where(in_use, jnp.clip(num_blocks[row] - offset, 0, per_item[row]), 0)
-    items = jnp.stack([row, first_block[row] + offset, blocks], axis=1)
-    return DecodePlan(items.astype(jnp.int32), jnp.stack([begins, count], axis=1))
 
 
 class PrefillPlan(NamedTuple):
