@@ -91,24 +91,36 @@ class PrefillConfig:
     stages: int
     consumers: int = 2
     """Warp groups that compute, each on its own 64 query rows; they share the ring."""
+    queries_in_registers: bool = True
+    """As an operand of the matmul; it halves what a block of scores reads from shared memory, and saves a tile."""
+    own_result_tile: bool = True
+    """Otherwise results leave through the next tile's queries, which then come later."""
+    cores: int = 132
+    """Thread blocks to launch; an H100 or H200 (SXM) has this many cores."""
 
     def __post_init__(self) -> None:
         _check_block("PrefillConfig", self.block_tokens, self.stages)
         if self.consumers not in (1, 2):
             raise ValueError(f"PrefillConfig.consumers must be 1 or 2, got {self.consumers}")
+        if self.cores < 1:
+            raise ValueError(f"PrefillConfig.cores must be at least 1, got {self.cores}")
 
-    def shared_memory(self, head_size: int, itemsize: int) -> int:
-        """Bytes of one thread block: the ring, queries and results."""
-        ring = 2 * self.stages * self.block_tokens * head_size * itemsize
-        return ring + 2 * self.consumers * ROWS * head_size * itemsize + _OVERHEAD
+    def shared_memory(self, head_size: int, itemsize: int, page_itemsize: int = 2) -> int:
+        """Bytes of one thread block: the ring, the tiles that 8-bit blocks are widened into, queries and results."""
+        block = 2 * self.block_tokens * head_size
+        ring = self.stages * block * page_itemsize
+        widened = block * itemsize if page_itemsize == 1 else 0
+        rows = 1 + (not self.queries_in_registers) + self.own_result_tile
+        return ring + widened + rows * self.consumers * ROWS * head_size * itemsize + _OVERHEAD
 
-    def bytes_in_flight(self, head_size: int, itemsize: int) -> int:
+    def bytes_in_flight(self, head_size: int, page_itemsize: int = 2) -> int:
         """Of one core, while one block of the ring is worked on."""
-        return 2 * (self.stages - 1) * self.block_tokens * head_size * itemsize
+        return 2 * (self.stages - 1) * self.block_tokens * head_size * page_itemsize
 
-    def check(self, head_size: int, itemsize: int) -> None:
+    def check(self, head_size: int, itemsize: int, page_itemsize: int = 2) -> None:
         """Raises `ValueError` when the kernel can't be launched."""
-        _check_shared_memory("PrefillConfig", self.shared_memory(head_size, itemsize), head_size)
+        used = self.shared_memory(head_size, itemsize, page_itemsize)
+        _check_shared_memory("PrefillConfig", used, head_size)
 
 
 @functools.cache
@@ -139,8 +151,9 @@ def decode_config(head_size: int, columns: int, page_itemsize: int) -> DecodeCon
     return dataclasses.replace(one, slots=min(one.slots + max(more, 0), _MAX_SLOTS))
 
 
-def prefill_config(head_size: int) -> PrefillConfig:
-    return PrefillConfig(**_table()["prefill"][str(head_size)])
+def prefill_config(head_size: int, page_itemsize: int = 2) -> PrefillConfig:
+    table = _table()["prefill" if page_itemsize == 2 else "prefill_8bit"]
+    return PrefillConfig(**table[str(head_size)])
 
 
 def unsupported(q_tnh: Any, k_pages: Any) -> str | None:

@@ -6,6 +6,7 @@ Scores are kept in base 2: multiplied by log2(e), so that weights are exp2(score
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -168,6 +169,82 @@ def softmax_step(
     total = total * fade + weights.sum(axis=1)
     acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
     return weights, acc, new_peak, total
+
+
+def scale_factor(scale: float, soft_cap: float | None, k_scale: jax.Array | None) -> Any:
+    """What `softmax_block` must multiply scores by, in base 2; 1 after `capped`."""
+    if soft_cap is not None:
+        return 1.0
+    if k_scale is None:
+        return scale * LOG2_E
+    # Not 0, as a masked score of -inf times 0 would be NaN.
+    return jnp.maximum(k_scale * (scale * LOG2_E), 1e-30)
+
+
+def capped(
+    scores: jax.Array, scale: float, soft_cap: float, k_scale: jax.Array | None
+) -> jax.Array:
+    """Raw q . k to soft_cap * tanh(scaled / soft_cap) in base 2."""
+    if k_scale is not None:
+        scores = scores * k_scale
+    return scale_scores(scores, scale, soft_cap)
+
+
+def softmax_block(
+    scores: jax.Array, factor: Any, peak: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(weights, fade, peak, total) after a block of raw scores [rows, block]; -inf is not seen.
+
+    Scores are multiplied by `factor` > 0 in the same instruction that subtracts the peak.
+    """
+    new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+    fade = jnp.exp2(peak - new_peak)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    return weights, fade, new_peak, total * fade + weights.sum(axis=1)
+
+
+def faded(acc: jax.Array, fade: jax.Array) -> jax.Array:
+    return acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+
+
+def matmul_beside(
+    queries: Any, k_ref: Any, weights: jax.Array, v_ref: Any, acc: jax.Array,
+    *, before_values: Callable[[], None], softmax: Callable[[jax.Array], Any], interpret: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:  # fmt: skip
+    """softmax(queries @ k_ref.T) and acc + weights @ v_ref, which is computed while softmax works.
+
+    Args:
+        before_values: called before v_ref is read.
+        softmax: scores [rows, block] float32 to the next weights, as float32, and a tuple of three row vectors.
+
+    Returns:
+        The next weights in `weights`' dtype, the row vectors, and the sum.
+    """
+    keys = k_ref.transpose((1, 0))
+    if interpret:
+        scores = matmul(queries, keys, None, interpret)
+        before_values()
+        acc = matmul(weights, v_ref, acc, interpret)
+        next_weights, rows = softmax(scores)
+        return next_weights.astype(weights.dtype), rows, acc
+
+    def run(refs):
+        scores_ref, acc_ref, next_ref, *row_refs = refs
+        plgpu.wgmma(scores_ref, queries, keys)
+        before_values()
+        plgpu.wgmma(acc_ref, weights, v_ref)
+        next_weights, rows = softmax(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        next_ref[...] = next_weights
+        for ref, row in zip(row_refs, rows, strict=True):
+            ref[...] = row
+
+    blank, row = zeros((queries.shape[0], k_ref.shape[0])), no_peaks()
+    init = (plgpu.ACC.init(blank), plgpu.ACC.init(acc), blank, row, row, row)
+    _, acc, next_weights, *rows = pl.run_state(run)(init)
+    # Rounded only now: the matmul reads the registers of `weights` until here, and ptxas would serialize
+    # everything if those of the next ones were written before.
+    next_weights = lax.optimization_barrier(next_weights).astype(weights.dtype)
+    return next_weights, tuple(rows), acc
 
 
 def normalized(acc: jax.Array, total: jax.Array) -> jax.Array:
