@@ -156,8 +156,15 @@ def prefill_config(head_size: int, page_itemsize: int = 2) -> PrefillConfig:
     return PrefillConfig(**table[str(head_size)])
 
 
-def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
-    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
+def unsupported(
+    q_tnh: Any,
+    k_pages: Any,
+    *,
+    causal: bool = True,
+    has_sinks: bool = False,
+    return_lse: bool = False,
+) -> str | None:
+    """Why this call is not for this backend, or None. Looks at shapes and dtypes only."""
     head_size, page_size = k_pages.shape[3], k_pages.shape[2]
     group = q_tnh.shape[1] // k_pages.shape[1]
     if q_tnh.dtype.name not in _DTYPES:
@@ -168,4 +175,12 @@ def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
         return f"page size {page_size} is not one of {_PAGE_SIZES}"
     if group > _MAX_GROUP:
         return f"{group} query heads per kv head are more than {_MAX_GROUP}"
+    if k_pages.dtype != q_tnh.dtype:
+        return f"kv_pages have dtype {k_pages.dtype}, not q_tnh's {q_tnh.dtype}"
+    if not causal:
+        return "causal is False"
+    if has_sinks:
+        return "there are sinks"
+    if return_lse:
+        return "return_lse is set"
     return None

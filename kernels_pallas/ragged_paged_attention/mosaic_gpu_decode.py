@@ -161,8 +161,10 @@ def _scratch(
         "q_in": row_major((QUERY_STAGES, columns, head_size), q_dtype),
         "out_s": row_major((columns, head_size), q_dtype),
         "q_s": tiles.swizzled((columns, head_size), dtype),
-        "weights_s": tiles.swizzled((columns, block), dtype, like=head_size),
-        "ring": tiles.swizzled((config.slots, block, head_size), k_pages.dtype),
+        "weights_s": tiles.swizzled((columns, block), dtype, columns=tiles.tile_columns(head_size)),
+        "ring": tiles.swizzled(
+            (config.slots, block, head_size), k_pages.dtype, columns=tiles.tile_columns(head_size)
+        ),
         "lse_s": plgpu.SMEM((columns,), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=shape.tokens, num_barriers=QUERY_STAGES),
         "q_free": plgpu.Barrier(num_barriers=QUERY_STAGES),

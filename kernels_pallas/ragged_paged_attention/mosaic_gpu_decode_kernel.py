@@ -34,6 +34,7 @@ class DecodeWalk:
             group=c.shape.group, heads=c.shape.heads, interpret=c.interpret,
         )  # fmt: skip
         self.is_narrow = "wide_s" in refs
+        self.narrow_columns = tiles.tile_columns(c.shape.head_size)
 
     def run(self) -> None:
         warp_group = lax.axis_index("warp_group")
@@ -152,7 +153,7 @@ class DecodeWalk:
             keys, values = (r.ring.at[slot] for slot in slots)
             plgpu.barrier_wait(r.full.at[slots[0]])
             if self.is_narrow:
-                widen(keys, r.wide_s)
+                widen(keys, r.wide_s, columns=self.narrow_columns)
                 keys = r.wide_s
             scores = tiles.matmul(keys, queries_t, None, interpret)
             plgpu.barrier_arrive(r.free.at[slots[0]])
@@ -167,7 +168,7 @@ class DecodeWalk:
             plgpu.barrier_wait(r.full.at[slots[1]])
             num_used = seq_len - start
             if self.is_narrow:
-                widen(values, r.wide_s, num_used)
+                widen(values, r.wide_s, num_used, self.narrow_columns)
                 values = r.wide_s
             else:
                 pl.when(num_used < block)(lambda: tiles.clear_unused(values, num_used))

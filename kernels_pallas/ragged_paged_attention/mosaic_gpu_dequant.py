@@ -36,13 +36,18 @@ def to_compute(q: jax.Array, dtype: Any) -> jax.Array:
     return q.astype(dtype)
 
 
-def widen(narrow_ref: Any, wide_ref: Any, num_used: jax.Array | None = None) -> None:
+def widen(
+    narrow_ref: Any, wide_ref: Any, num_used: jax.Array | None = None, columns: int | None = None
+) -> None:
     """Write 8-bit narrow_ref [rows, H] as float16 to wide_ref [rows, H], both in tiles in shared memory.
 
     Rows from num_used on become 0: what stale memory holds may be NaN, and a weight of 0 times NaN is NaN.
+
+    Args:
+        columns: read and written at once, whole tiles of both; None takes the wider of the two's usual tiles.
     """
     rows, head_size = narrow_ref.shape
-    columns = max(tiles.tile_columns(head_size), tiles.tile_columns(head_size, 1))
+    columns = columns or max(tiles.tile_columns(head_size), tiles.tile_columns(head_size, 1))
     # Tile by tile, as a whole block in registers would spill.
     for start in range(0, head_size, columns):
         part = (slice(None), pl.ds(start, columns))

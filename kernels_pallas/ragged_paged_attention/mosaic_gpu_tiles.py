@@ -39,13 +39,13 @@ def tile_columns(head_size: int, itemsize: int = 2) -> int:
     return next(n for n in widths if head_size % n == 0)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any, like: int | None = None) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
     """Shared memory of [..., rows, H] in tiles that TMA and, for 16-bit numbers, wgmma understand.
 
-    `like`: take the tiles of this head size, as both operands of a wgmma must have the same swizzle.
+    `columns`: the width of the tiles, None for the widest; both operands of a wgmma need the same.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    columns = tile_columns(like or shape[-1], itemsize)
+    columns = columns or tile_columns(shape[-1], itemsize)
     transforms = [plgpu.TilingTransform((8, columns))]
     if columns * itemsize > 16:
         transforms.append(plgpu.SwizzleTransform(columns * itemsize))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.ragged_paged_attention.xla_decode import decode_attention
+from kernels_pallas.ragged_paged_attention.xla_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_prefill import prefill_attention
 
 
@@ -19,30 +20,43 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    causal: bool = True,
+    sinks: jax.Array | None = None,
+    kv_scales: KVScales | None = None,
+    return_lse: bool = False,
     decode_only: bool = False,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `api.ragged_paged_attention`.
 
     Requests with one token take the decode path and the others the prefill path; both loop over
     the work that there is, so the one that has none costs next to nothing.
     """
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "kv_scales": kv_scales,
+        "return_lse": return_lse,
+    }
     if decode_only:
         return decode_attention(q_tnh, kv_pages, block_tables, seq_lens, **options)
     num_tokens = q_tnh.shape[0]
     starts = query_start_loc[:-1]
     query_lens = query_start_loc[1:] - starts
     decodes = query_lens == 1
-    prefilled_tnh = prefill_attention(
+    prefilled = prefill_attention(
         q_tnh,
         kv_pages,
         block_tables,
         seq_lens,
         query_start_loc,
         jnp.where(decodes, 0, query_lens),
+        causal=causal,
         **options,
     )
-    decoded_rnh = decode_attention(
+    # A request's only token sees the whole context, causal or not.
+    decoded = decode_attention(
         q_tnh.at[starts].get(mode="clip"),
         kv_pages,
         block_tables,
@@ -50,6 +64,13 @@ def ragged_paged_attention(
         **options,
     )
     owned = jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
-    out_tnh = jnp.where(owned[:, None, None], prefilled_tnh, 0)
     decode_token = jnp.where(decodes, starts, num_tokens)
-    return out_tnh.at[decode_token].set(decoded_rnh, mode="drop")
+
+    def merge(prefilled: jax.Array, decoded: jax.Array, unowned: float) -> jax.Array:
+        owned_t = owned.reshape(num_tokens, *(1,) * (prefilled.ndim - 1))
+        merged = jnp.where(owned_t, prefilled, unowned)
+        return merged.at[decode_token].set(decoded, mode="drop")
+
+    if not return_lse:
+        return merge(prefilled, decoded, 0)
+    return merge(prefilled[0], decoded[0], 0), merge(prefilled[1], decoded[1], -jnp.inf)

@@ -15,11 +15,16 @@ from jax import lax
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     TOKENS_PER_CHUNK,
+    KVScales,
     accumulator,
+    log_sum_exp,
     pad_block_tables,
     pages_for,
     read_slots,
+    score_scale,
     scores,
+    softmax_end,
+    softmax_start,
     vary_like,
 )
 
@@ -38,8 +43,11 @@ def decode_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-) -> jax.Array:
-    """q [R, N, H] -> [R, N, H]; rows with seq_len 0 are not looked at and give zeros."""
+    sinks: jax.Array | None,
+    kv_scales: KVScales | None,
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """q [R, N, H] -> [R, N, H], with return_lse also [R, N]; rows with seq_len 0 are not looked at and give zeros."""
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
     num_rows = block_tables.shape[0]
@@ -48,11 +56,12 @@ def decode_attention(
     block_tables = pad_block_tables(block_tables, chunk_pages)
     chunks_per_row = block_tables.shape[1] // chunk_pages
     page_ids = block_tables.reshape(num_rows * chunks_per_row, chunk_pages)
-    fitting = _BLOCK_BYTES // (chunk * num_kv_heads * head_size * k_pages.dtype.itemsize)
+    fitting = _BLOCK_BYTES // (chunk * num_kv_heads * head_size * q_rnh.dtype.itemsize)
     block = min(max(min(num_rows, fitting, _MAX_BLOCK), _MIN_BLOCK), num_rows * chunks_per_row)
 
     q_rkgh = q_rnh.reshape(num_rows, num_kv_heads, -1, head_size)
     dtype = accumulator(q_rnh.dtype)
+    key_scale = score_scale(scale, kv_scales)
     window_start = jnp.zeros_like(seq_lens)
     if sliding_window is not None:
         window_start = jnp.maximum(seq_lens - sliding_window, 0)
@@ -72,10 +81,10 @@ def decode_attention(
         index = jnp.where(in_use, item - offset[row], 0)
         num_valid = jnp.where(in_use, seq_lens[row] - index * chunk, 0)
         pages = page_ids.at[row * chunks_per_row + index].get(mode="promise_in_bounds")
-        k_bksh = read_slots(k_pages, pages, num_valid)
-        v_bksh = read_slots(v_pages, pages, num_valid)
+        k_bksh = read_slots(k_pages, pages, num_valid, q_rnh.dtype)
+        v_bksh = read_slots(v_pages, pages, num_valid, q_rnh.dtype)
         q_bkgh = q_rkgh.at[row].get(mode="promise_in_bounds")
-        score_bkgs = scores(q_bkgh, k_bksh, scale, soft_cap)
+        score_bkgs = scores(q_bkgh, k_bksh, key_scale, soft_cap)
         slot = jnp.arange(chunk, dtype=jnp.int32)
         seen_bs = slot < num_valid[:, None]
         if sliding_window is not None:
@@ -107,13 +116,14 @@ def decode_attention(
         return new_peak_rkg, total_rkg, acc_rkgh
 
     heads = q_rkgh.shape[:3]
-    start = (
-        jnp.full(heads, MASKED, dtype),
-        jnp.zeros(heads, dtype),
-        jnp.zeros((*heads, head_size), dtype),
-    )
+    sinks_kg = None if sinks is None else sinks.reshape(heads[1:])
+    start = softmax_start(heads, head_size, sinks_kg, dtype)
     start = vary_like(start, q_rnh, *kv_pages, block_tables, seq_lens)
     num_blocks = (ends[-1] + block - 1) // block
-    _, total_rkg, acc_rkgh = lax.fori_loop(0, num_blocks, one_block, start)
-    o_rkgh = acc_rkgh / jnp.maximum(total_rkg, 1e-30)[..., None]
-    return o_rkgh.reshape(q_rnh.shape).astype(q_rnh.dtype)
+    peak_rkg, total_rkg, acc_rkgh = lax.fori_loop(0, num_blocks, one_block, start)
+    o_rkgh = softmax_end(total_rkg, acc_rkgh, kv_scales)
+    o_rnh = o_rkgh.reshape(q_rnh.shape).astype(q_rnh.dtype)
+    if not return_lse:
+        return o_rnh
+    lse_rkg = log_sum_exp(peak_rkg, total_rkg, (seq_lens > 0)[:, None, None])
+    return o_rnh, lse_rkg.reshape(o_rnh.shape[:2])

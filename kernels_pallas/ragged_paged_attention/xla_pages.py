@@ -10,6 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+KVScales = tuple[jax.Array, jax.Array]
+"""Of keys and of values, each [K]: what a number in the pages is multiplied by."""
+
 MASKED = -1e30
 """Score of a slot that may not be seen: finite, so that differences of two of them are not NaN."""
 
@@ -27,13 +30,18 @@ def pad_block_tables(block_tables: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(block_tables, ((0, 0), (0, padding))) if padding else block_tables
 
 
-def read_slots(pages: jax.Array, page_ids: jax.Array, num_valid: jax.Array) -> jax.Array:
+def read_slots(
+    pages: jax.Array, page_ids: jax.Array, num_valid: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Runs of pages, heads first, with everything past the valid slots replaced by zeros.
+
+    Pages of an 8-bit type are gathered as they are; both types' values are exact in every `dtype` of queries.
 
     Args:
         pages: [num_pages, K, S, H].
         page_ids: [B, C] int32, C pages of each of B runs.
         num_valid: [B] int32, the slots of a run that count; what the others hold, NaN included, is dropped.
+        dtype: of the result.
 
     Returns:
         [B, K, C * S, H].
@@ -46,16 +54,49 @@ def read_slots(pages: jax.Array, page_ids: jax.Array, num_valid: jax.Array) -> j
     data = rows.at[row_bkc].get(mode="promise_in_bounds")
     slot_in_page = jnp.arange(page_size * head_size, dtype=jnp.int32) // head_size
     slot = jnp.arange(run_pages, dtype=jnp.int32)[:, None] * page_size + slot_in_page
-    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0)
+    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0).astype(dtype)
     return data.reshape(num_runs, num_kv_heads, run_pages * page_size, head_size)
 
 
-def scores(q_bkmh: jax.Array, k_bksh: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
-    """Scaled, capped scores [B, K, M, S] in float32 (float64 if q is)."""
+def scores(
+    q_bkmh: jax.Array, k_bksh: jax.Array, scale: float | jax.Array, soft_cap: float | None
+) -> jax.Array:
+    """Scaled, capped scores [B, K, M, S] in float32 (float64 if q is). A scale per head is [K, 1, 1]."""
     result = scale * jnp.einsum(
         "bkmh,bksh->bkms", q_bkmh, k_bksh, preferred_element_type=accumulator(q_bkmh.dtype)
     )
     return result if soft_cap is None else soft_cap * jnp.tanh(result / soft_cap)
+
+
+def score_scale(scale: float, kv_scales: KVScales | None) -> float | jax.Array:
+    """The factor on q . page_value: with scales of the pages one per kv head, [K, 1, 1]."""
+    return scale if kv_scales is None else scale * kv_scales[0][:, None, None]
+
+
+def softmax_start(
+    shape: tuple[int, ...], head_size: int, sinks: jax.Array | None, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An online softmax before its first score: peak, total and weighted sum of values.
+
+    A sink is the first score, one that has no value; `sinks` broadcasts to `shape`. One of -inf counts for nothing.
+    """
+    if sinks is None:
+        peak, total = jnp.full(shape, MASKED, dtype), jnp.zeros(shape, dtype)
+    else:
+        peak = jnp.maximum(jnp.broadcast_to(sinks, shape).astype(dtype), MASKED)
+        total = jnp.ones(shape, dtype)
+    return peak, total, jnp.zeros((*shape, head_size), dtype)
+
+
+def softmax_end(total: jax.Array, acc: jax.Array, kv_scales: KVScales | None) -> jax.Array:
+    """The attended values of an online softmax over [B, K, M] scores: [B, K, M, H]."""
+    result = acc / jnp.maximum(total, 1e-30)[..., None]
+    return result if kv_scales is None else result * kv_scales[1][:, None, None]
+
+
+def log_sum_exp(peak: jax.Array, total: jax.Array, sees: jax.Array) -> jax.Array:
+    """Of the scores in an online softmax, -inf where `sees` (it broadcasts) is not set."""
+    return jnp.where(sees, peak + jnp.log(total), -jnp.inf)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

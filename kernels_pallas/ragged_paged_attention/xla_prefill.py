@@ -14,11 +14,16 @@ from jax import lax
 
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
+    KVScales,
     accumulator,
+    log_sum_exp,
     pad_block_tables,
     pages_for,
     read_slots,
+    score_scale,
     scores,
+    softmax_end,
+    softmax_start,
     vary_like,
 )
 
@@ -53,11 +58,16 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    causal: bool,
+    sinks: jax.Array | None,
+    kv_scales: KVScales | None,
+    return_lse: bool,
     tile: int = 64,
     chunk: int = 64,
     long_chunk: int = 512,
-) -> jax.Array:
-    """q [T, N, H] -> [T, N, H], meaningful for the tokens of requests with query_lens > 0 only.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """q [T, N, H] -> [T, N, H], with return_lse also [T, N]. They mean something for the tokens of requests with
+    query_lens > 0 only.
 
     query_lens [R] is query_start_loc's differences, or 0 for requests that are left out.
     """
@@ -67,6 +77,7 @@ def prefill_attention(
     num_rows, pages_per_row = block_tables.shape
     group = num_heads // num_kv_heads
     dtype = accumulator(q_tnh.dtype)
+    key_scale = score_scale(scale, kv_scales)
     tile = min(tile, num_tokens)
     chunk_pages = pages_for(chunk, page_size, pages_per_row)
     chunk = chunk_pages * page_size
@@ -85,12 +96,19 @@ def prefill_attention(
     inputs = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
     token_m = jnp.arange(tile * group, dtype=jnp.int32) // group
 
-    def one_tile(index, out):
+    # One sink per row of a tile's scores, [K, tile * G].
+    sinks_km = None
+    if sinks is not None:
+        sinks_km = jnp.tile(sinks.reshape(num_kv_heads, group), (1, tile))
+
+    def one_tile(index, results):
         row, first = plan.row[index], plan.first_token[index]
         q_kigh = lax.dynamic_slice_in_dim(q_tkgh, first, tile).transpose(1, 0, 2, 3)
         q_bkmh = q_kigh.reshape(1, num_kv_heads, tile * group, head_size)
         position = seq_lens[row] - ends[row] + first
-        end = jnp.minimum(position + tile, seq_lens[row])
+        end = seq_lens[row]
+        if causal:
+            end = jnp.minimum(position + tile, end)
         position_m = position + token_m
         first_chunk = jnp.int32(0)
         if sliding_window is not None:
@@ -101,12 +119,15 @@ def prefill_attention(
             num_pages, num_slots = chunk_pages * ratio, chunk * ratio
             pages = lax.dynamic_slice(block_tables, (row, c * num_pages), (1, num_pages))
             num_valid = (end - c * num_slots).reshape(1)
-            k_bksh = read_slots(k_pages, pages, num_valid)
-            v_bksh = read_slots(v_pages, pages, num_valid)
-            score_bkms = scores(q_bkmh, k_bksh, scale, soft_cap)
+            k_bksh = read_slots(k_pages, pages, num_valid, q_tnh.dtype)
+            v_bksh = read_slots(v_pages, pages, num_valid, q_tnh.dtype)
+            score_bkms = scores(q_bkmh, k_bksh, key_scale, soft_cap)
             if not all_seen:
                 position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
-                seen = position_s[None, :] <= position_m[:, None]
+                if causal:
+                    seen = position_s[None, :] <= position_m[:, None]
+                else:
+                    seen = position_s[None, :] < end
                 if sliding_window is not None:
                     seen &= position_s[None, :] > position_m[:, None] - sliding_window
                 score_bkms = jnp.where(seen, score_bkms, MASKED)
@@ -121,28 +142,33 @@ def prefill_attention(
             return new_peak, total, acc * fade[..., None] + o_bkmh
 
         heads = q_bkmh.shape[:3]
-        start = (
-            jnp.full(heads, MASKED, dtype),
-            jnp.zeros(heads, dtype),
-            jnp.zeros((*heads, head_size), dtype),
-        )
+        start = softmax_start(heads, head_size, sinks_km, dtype)
         start = vary_like(start, *inputs)
         if has_long_chunks:
             # What every token of the tile sees needs no mask and is taken in larger bites.
-            num_long = position // (chunk * long_ratio)
+            num_long = (position if causal else end) // (chunk * long_ratio)
             start = lax.fori_loop(
                 0, num_long, lambda c, x: one_chunk(c, x, long_ratio, all_seen=True), start
             )
             first_chunk = num_long * long_ratio
         last_chunk = (end + chunk - 1) // chunk
-        _, total, acc = lax.fori_loop(first_chunk, last_chunk, one_chunk, start)
-        o_bkmh = acc / jnp.maximum(total, 1e-30)[..., None]
-        o_kigh = o_bkmh.reshape(num_kv_heads, tile, group, head_size)
+        peak, total, acc = lax.fori_loop(first_chunk, last_chunk, one_chunk, start)
+        o_bkmh = softmax_end(total, acc, kv_scales)
+        tiles = [o_bkmh.reshape(num_kv_heads, tile, group, head_size)]
+        if return_lse:
+            lse_bkm = log_sum_exp(peak, total, end > 0)
+            tiles.append(lse_bkm.reshape(num_kv_heads, tile, group))
         # Tokens past the end of the request are overwritten by the tiles that come later.
-        return lax.dynamic_update_slice_in_dim(
-            out, o_kigh.transpose(1, 0, 2, 3).astype(out.dtype), first, 0
+        return tuple(
+            lax.dynamic_update_slice_in_dim(result, x.swapaxes(0, 1).astype(result.dtype), first, 0)
+            for result, x in zip(results, tiles, strict=True)
         )
 
-    (out,) = vary_like((jnp.zeros_like(q_tkgh),), *inputs)
-    out = lax.fori_loop(0, plan.count, one_tile, out)
-    return out[:num_tokens].reshape(q_tnh.shape)
+    results = (jnp.zeros_like(q_tkgh),)
+    if return_lse:
+        results += (jnp.zeros(q_tkgh.shape[:-1], dtype),)
+    results = lax.fori_loop(0, plan.count, one_tile, vary_like(results, *inputs))
+    out_tnh = results[0][:num_tokens].reshape(q_tnh.shape)
+    if not return_lse:
+        return out_tnh
+    return out_tnh, results[1][:num_tokens].reshape(num_tokens, num_heads)

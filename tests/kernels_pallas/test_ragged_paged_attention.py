@@ -1,10 +1,8 @@
 """Ragged paged attention against a float64 oracle, on random batches and at its edges."""
 
 import functools
-from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,28 +10,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import ragged_paged_attention
-
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-MAX_ROWS = 6
-
-
-@dataclass(frozen=True)
-class Geometry:
-    page_size: int
-    kv_heads: int
-    group: int
-    head_size: int
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-
-    @property
-    def options(self):
-        return {
-            "scale": self.head_size**-0.5,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-        }
-
+from tests.kernels_pallas.paged_batches import (
+    MAX_ROWS,
+    Geometry,
+    check,
+    check_result,
+    compiled,
+    make_batch,
+)
 
 GEOMETRIES = (
     Geometry(16, 3, 3, 64),
@@ -41,94 +25,6 @@ GEOMETRIES = (
     Geometry(32, 2, 1, 32, sliding_window=100, soft_cap=3.0),
     Geometry(16, 2, 2, 32, soft_cap=2.0),
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    q: np.ndarray
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    block_tables: np.ndarray
-    seq_lens: np.ndarray
-    query_start_loc: np.ndarray
-
-    def arrays(self, dtype):
-        pages = (jnp.asarray(self.k_pages, dtype), jnp.asarray(self.v_pages, dtype))
-        return (
-            jnp.asarray(self.q, dtype),
-            pages,
-            jnp.asarray(self.block_tables),
-            jnp.asarray(self.seq_lens),
-            jnp.asarray(self.query_start_loc),
-        )
-
-
-def make_batch(geometry, rows, *, tokens, pages_per_row, num_pages, seed, num_rows=MAX_ROWS):
-    """`rows`: (seq_len, query_len) per real row. Everything that nobody may read is NaN."""
-    rng = np.random.default_rng(seed)
-    size = geometry.page_size
-    shape = (num_pages, geometry.kv_heads, size, geometry.head_size)
-    k_pages, v_pages = np.full(shape, np.nan), np.full(shape, np.nan)
-    free = list(rng.permutation(np.arange(1, num_pages)))
-    block_tables = np.full((num_rows, pages_per_row), free.pop(), np.int32)
-    seq_lens = np.zeros(num_rows, np.int32)
-    query_start_loc = np.zeros(num_rows + 1, np.int32)
-    for row, (seq_len, query_len) in enumerate(rows):
-        seq_lens[row] = seq_len
-        query_start_loc[row + 1] = query_start_loc[row] + query_len
-        for index in range(-(-seq_len // size)):
-            page = block_tables[row, index] = free.pop()
-            used = min(size, seq_len - index * size)
-            for pages in (k_pages, v_pages):
-                pages[page, :, :used] = rng.normal(size=(shape[1], used, shape[3]))
-    query_start_loc[len(rows) + 1 :] = query_start_loc[len(rows)]
-    q = rng.normal(size=(tokens, geometry.kv_heads * geometry.group, geometry.head_size))
-    return Batch(q, k_pages, v_pages, block_tables, seq_lens, query_start_loc)
-
-
-def oracle(arrays, geometry):
-    """Token by token in float64, from the arrays as rounded to the dtype under test."""
-    q, (k_pages, v_pages), block_tables, seq_lens, query_start_loc = jax.tree.map(
-        lambda x: np.asarray(x.astype(jnp.float32), np.float64), arrays[:2]
-    ) + tuple(np.asarray(x) for x in arrays[2:])
-    out = np.zeros_like(q)
-    for row, seq_len in enumerate(seq_lens):
-        first, last = query_start_loc[row], query_start_loc[row + 1]
-        for token in range(first, last):
-            position = seq_len - last + token
-            begin = 0
-            if geometry.sliding_window is not None:
-                begin = max(0, position + 1 - geometry.sliding_window)
-            seen = np.arange(begin, position + 1)
-            page, offset = block_tables[row, seen // geometry.page_size], seen % geometry.page_size
-            for head in range(q.shape[1]):
-                keys = k_pages[page, head // geometry.group, offset]
-                values = v_pages[page, head // geometry.group, offset]
-                score = keys @ q[token, head] * geometry.head_size**-0.5
-                if geometry.soft_cap is not None:
-                    score = geometry.soft_cap * np.tanh(score / geometry.soft_cap)
-                weight = np.exp(score - score.max())
-                out[token, head] = weight @ values / weight.sum()
-    return out
-
-
-@functools.cache
-def compiled(geometry, decode_only):
-    return jax.jit(
-        functools.partial(ragged_paged_attention, **geometry.options, decode_only=decode_only)
-    )
-
-
-def check(batch, geometry, dtype, *, decode_only=False):
-    arrays = batch.arrays(dtype)
-    out = compiled(geometry, decode_only)(*arrays)
-    assert out.dtype == jnp.dtype(dtype)
-    out = np.asarray(out.astype(jnp.float32), np.float64)
-    expected = oracle(arrays, geometry)
-    assert np.isfinite(out).all()
-    scale = max(np.abs(expected).max(), 1e-3)
-    assert np.abs(out - expected).max() / scale < TOLERANCE[dtype]
-    assert not out[batch.query_start_loc[-1] :].any()
 
 
 decode_rows = st.lists(st.integers(1, 300).map(lambda n: (n, 1)), max_size=MAX_ROWS)
@@ -210,10 +106,9 @@ def test_reference_backend_matches_the_oracle(geometry):
     batch = make_batch(
         geometry, [(20, 1), (70, 33)], tokens=40, pages_per_row=20, num_pages=60, seed=2
     )
-    arrays = batch.arrays("float32")
+    arrays, _ = batch.arrays("float32")
     out = ragged_paged_attention(*arrays, **geometry.options, implementation="reference")
-    expected = oracle(arrays, geometry)
-    assert np.abs(np.asarray(out) - expected).max() < 1e-5 * np.abs(expected).max()
+    check_result((out, None), batch, geometry, "float32")
 
 
 def test_pages_outside_the_window_are_not_read():
@@ -221,11 +116,11 @@ def test_pages_outside_the_window_are_not_read():
     batch = make_batch(
         geometry, [(256, 1), (256, 40)], tokens=41, pages_per_row=16, num_pages=40, seed=3
     )
-    expected = compiled(geometry, False)(*batch.arrays("float32"))
+    expected = compiled(geometry, False)(*batch.arrays("float32")[0])
     # Values are only dropped past a request's length, so NaN in a page that is read would show.
     for row in (0, 1):
         batch.v_pages[batch.block_tables[row, :8]] = np.nan
-    out = compiled(geometry, False)(*batch.arrays("float32"))
+    out = compiled(geometry, False)(*batch.arrays("float32")[0])
     np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
 
 
@@ -253,7 +148,7 @@ def test_kv_heads_shard_over_a_mesh(decode_only):
             out_specs=heads,
         )
     )
-    arrays = batch.arrays("float32")
+    arrays, _ = batch.arrays("float32")
     expected = compiled(geometry, decode_only)(*arrays)
     np.testing.assert_allclose(np.asarray(sharded(*arrays)), np.asarray(expected), atol=1e-6)
 
@@ -265,7 +160,7 @@ def test_temporaries_of_a_decode_step_do_not_grow_with_the_block_table():
         batch = make_batch(
             geometry, [(100, 1)] * 6, tokens=6, pages_per_row=pages_per_row, num_pages=60, seed=5
         )
-        lowered = compiled(geometry, True).lower(*batch.arrays("bfloat16"))
+        lowered = compiled(geometry, True).lower(*batch.arrays("bfloat16")[0])
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(512) - temporaries(8) < 6 * 512 * 4 * 3

@@ -1,0 +1,132 @@
+"""What a call of ragged paged attention must look like: shapes and dtypes of its arrays, and the numbers in them."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
+
+
+def check_arrays(
+    q_tnh: jax.Array,
+    kv_pages: tuple[jax.Array, jax.Array],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    decode_only: bool,
+) -> None:
+    """Raises `ValueError` for a shape or dtype that doesn't fit the others."""
+    _check_queries_and_pages(q_tnh, kv_pages)
+    if block_tables.ndim != 2:
+        raise ValueError(f"block_tables must have shape [R, P], got {block_tables.shape}")
+    num_rows = block_tables.shape[0]
+    if seq_lens.shape != (num_rows,):
+        raise ValueError(
+            f"seq_lens must have shape [{num_rows}] (rows of block_tables), got {seq_lens.shape}"
+        )
+    if query_start_loc.shape != (num_rows + 1,):
+        raise ValueError(
+            f"query_start_loc must have shape [{num_rows + 1}] (rows of block_tables, plus one), "
+            f"got {query_start_loc.shape}"
+        )
+    for name, array in (
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+    ):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {array.dtype}")
+    num_tokens = q_tnh.shape[0]
+    if decode_only and num_tokens != num_rows:
+        raise ValueError(
+            f"decode_only needs one token per row: q_tnh {q_tnh.shape} has {num_tokens} tokens, "
+            f"block_tables {block_tables.shape} has {num_rows} rows"
+        )
+
+
+def _check_queries_and_pages(q_tnh: jax.Array, kv_pages: tuple[jax.Array, jax.Array]) -> None:
+    if q_tnh.ndim != 3:
+        raise ValueError(f"q_tnh must have shape [T, N, H], got {q_tnh.shape}")
+    if q_tnh.dtype.name not in DTYPES:
+        raise ValueError(f"q_tnh must have a dtype of {DTYPES}, got {q_tnh.dtype}")
+    if len(kv_pages) != 2:
+        raise ValueError(f"kv_pages must be a pair (k_pages, v_pages), got {len(kv_pages)} items")
+    _, num_heads, head_size = q_tnh.shape
+    for name, pages in zip(("k_pages", "v_pages"), kv_pages, strict=True):
+        if pages.ndim != 4 or pages.shape[3] != head_size:
+            raise ValueError(
+                f"kv_pages: {name} must have shape [num_pages, K, page_size, {head_size}] "
+                f"(the head size of q_tnh {q_tnh.shape}), got {pages.shape}"
+            )
+        if pages.dtype != q_tnh.dtype and pages.dtype.name not in QUANTIZED_DTYPES:
+            raise ValueError(
+                f"kv_pages: {name} must have q_tnh's dtype {q_tnh.dtype} or one of "
+                f"{QUANTIZED_DTYPES}, got {pages.dtype}"
+            )
+    k_pages, v_pages = kv_pages
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"kv_pages: k_pages {k_pages.dtype} {k_pages.shape} and v_pages {v_pages.dtype} "
+            f"{v_pages.shape} must agree in shape and dtype"
+        )
+    if num_heads % k_pages.shape[1] != 0:
+        raise ValueError(
+            f"q_tnh {q_tnh.shape} has {num_heads} query heads, which is not a multiple of the "
+            f"{k_pages.shape[1]} kv heads of kv_pages {k_pages.shape}"
+        )
+
+
+def check_options(
+    *, scale: float, sliding_window: int | None, soft_cap: float | None, causal: bool
+) -> None:
+    """Raises `ValueError` for a number out of range, or options that exclude each other."""
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive finite number, got {scale}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1 or None, got {sliding_window}")
+    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
+        raise ValueError(f"soft_cap must be a positive finite number or None, got {soft_cap}")
+    if not causal and sliding_window is not None:
+        raise ValueError(
+            f"sliding_window must be None with causal=False, which sees whole contexts, "
+            f"got {sliding_window}"
+        )
+
+
+def check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
+    """Raises `ValueError` unless there is one float32 number per query head."""
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
+        raise ValueError(
+            f"sinks must be float32 [{num_heads}] (the query heads), "
+            f"got {sinks.dtype} {sinks.shape}"
+        )
+
+
+def check_kv_scales(
+    kv_scales: tuple[jax.Array, jax.Array] | None, kv_pages: tuple[jax.Array, jax.Array]
+) -> None:
+    """Raises `ValueError` unless 8-bit pages, and only they, have their scales."""
+    k_pages = kv_pages[0]
+    quantized = k_pages.dtype.name in QUANTIZED_DTYPES
+    if kv_scales is None:
+        if quantized:
+            raise ValueError(f"kv_scales must be given for pages of {k_pages.dtype}, got None")
+        return
+    if not quantized:
+        raise ValueError(
+            f"kv_scales must be None unless the pages have one of {QUANTIZED_DTYPES}, "
+            f"got scales and pages of {k_pages.dtype}"
+        )
+    if len(kv_scales) != 2:
+        raise ValueError(f"kv_scales must be a pair (k_scale, v_scale), got {len(kv_scales)} items")
+    num_kv_heads = k_pages.shape[1]
+    for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
+        if scale.shape != (num_kv_heads,) or scale.dtype != jnp.float32:
+            raise ValueError(
+                f"kv_scales: {name} must be float32 [{num_kv_heads}] (kv heads of kv_pages "
+                f"{k_pages.shape}), got {scale.dtype} {scale.shape}"
+            )
