@@ -30,7 +30,7 @@ def consume(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Non
         turn, consumer = lax.optimization_barrier((turn, consumer))
         tile = turns.tile(turn)
         plgpu.barrier_wait(refs.q_full)
-        queries = take_queries(refs, problem, consumer)
+        queries = take_queries(refs, problem, tile, consumer)
         if problem.config.own_result_tile:
             plgpu.barrier_arrive(refs.q_free)
         acc, peak, total = attend(refs, problem, tile, queries, used, consumer)
@@ -45,13 +45,16 @@ def consume(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Non
     plgpu.wait_smem_to_gmem(0)
 
 
-def take_queries(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Any:
+def take_queries(refs: SimpleNamespace, problem: Problem, tile: Tile, consumer: jax.Array) -> Any:
     """Operand of the matmul, in registers or in tiles. A copy can't write tiles: it would have to start at a token
     that is a multiple of 8."""
     rows = refs.q_rows.at[consumer]
 
     def take(part):
-        return dequant.to_compute(tiles.load_plain(part, tiles.LAYOUT), problem.dtype)
+        queries = tiles.load_plain(part, tiles.LAYOUT)
+        if not problem.narrow:
+            return queries
+        return dequant.to_compute(queries, problem.dtype, refs.scales[0, tile.kv_head])
 
     if problem.config.queries_in_registers:
         queries = take(rows)
@@ -73,8 +76,7 @@ def attend(
     config, share, window = problem.config, problem.share, problem.sliding_window
     block, slots = config.block_tokens, refs.k_ring.shape[0]
     own_position = tile.position + consumer * share
-    k_scale = refs.scales[0, tile.kv_head] if problem.narrow else None
-    factor = tiles.scale_factor(problem.scale, problem.soft_cap, k_scale)
+    factor = problem.scale * tiles.LOG2_E if problem.soft_cap is None else 1.0
 
     def slot(i):
         return lax.rem(used + i, jnp.int32(slots))
@@ -96,7 +98,7 @@ def attend(
     def softmax(scores, i, peak, total, on_edge):
         plgpu.barrier_arrive(refs.k_free.at[slot(i)])
         if problem.soft_cap is not None:
-            scores = tiles.capped(scores, problem.scale, problem.soft_cap, k_scale)
+            scores = tiles.scale_scores(scores, problem.scale, problem.soft_cap)
         if on_edge:
             scores = masked(scores, i)
         weights, *rows = tiles.softmax_block(scores, factor, peak, total)
