@@ -95,8 +95,8 @@ def attend(
             seen &= columns > last - window
         return jnp.where(seen, scores, -jnp.inf)
 
-    def softmax(scores, i, peak, total, on_edge):
-        plgpu.barrier_arrive(refs.k_free.at[slot(i)])
+    def softmax(scores, i, here, peak, total, on_edge):
+        plgpu.barrier_arrive(refs.k_free.at[here])
         if problem.soft_cap is not None:
             scores = tiles.scale_scores(scores, problem.scale, problem.soft_cap)
         if on_edge:
@@ -106,14 +106,18 @@ def attend(
 
     def step(i, carry, on_edge):
         acc, weights, peak, total = carry
-        plgpu.barrier_wait(refs.k_full.at[slot(i)])
+        # Behind the barrier, so that LLVM doesn't keep wgmma's descriptors of tiles that stay in place, two registers
+        # each, but makes them anew.
+        i, here, before, own = lax.optimization_barrier((i, slot(i), slot(i - 1), consumer))
+        plgpu.barrier_wait(refs.k_full.at[here])
         weights, (fade, peak, total), acc = tiles.matmul_beside(
-            queries, refs.k_ring.at[slot(i)], weights, refs.v_ring.at[slot(i - 1)], acc,
-            before_values=lambda: plgpu.barrier_wait(refs.v_full.at[slot(i - 1)]),
-            softmax=lambda scores: softmax(scores, i, peak, total, on_edge),
+            queries if config.queries_in_registers else refs.q_tiles.at[own],
+            refs.k_ring.at[here], weights, refs.v_ring.at[before], acc,
+            before_values=lambda: plgpu.barrier_wait(refs.v_full.at[before]),
+            softmax=lambda scores: softmax(scores, i, here, peak, total, on_edge),
             interpret=problem.interpret,
         )  # fmt: skip
-        plgpu.barrier_arrive(refs.v_free.at[slot(i - 1)])
+        plgpu.barrier_arrive(refs.v_free.at[before])
         return tiles.faded(acc, fade), weights, peak, total
 
     last = tile.num_blocks - 1
@@ -121,7 +125,7 @@ def attend(
     keys = refs.k_ring.at[slot(0)].transpose((1, 0))
     scores = tiles.matmul(queries, keys, None, problem.interpret)
     peak, total = first_peak(refs, problem, tile)
-    weights, (_, peak, total) = softmax(scores, jnp.int32(0), peak, total, on_edge=True)
+    weights, (_, peak, total) = softmax(scores, jnp.int32(0), slot(0), peak, total, on_edge=True)
     acc = tiles.zeros((ROWS, refs.q_rows.shape[2]))
     carry = (acc, weights.astype(problem.dtype), peak, total)
 
