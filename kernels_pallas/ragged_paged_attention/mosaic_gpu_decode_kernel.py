@@ -94,13 +94,15 @@ class DecodeWalk:
         lax.fori_loop(0, self.walk.count, load_item, jnp.int32(0))
 
     def consume(self) -> None:
-        widths = self.c.shape.widths
+        shape = self.c.shape
+        # Beside what widening takes, a second loop would spill.
+        widths = shape.widths[-1:] if self.is_narrow else shape.widths
         if hasattr(self.r, "num_owned"):
             self.clear_tokens_of_no_request()
 
         def fold_item(index, position):
             item = self.item(index)
-            fits = item.row.num_tokens * self.c.shape.heads <= widths[0]
+            fits = item.row.num_tokens * shape.heads <= widths[0]
             if len(widths) == 1:
                 self.fold(item, index, position, widths[0])
             else:
@@ -154,9 +156,11 @@ class DecodeWalk:
             plgpu.barrier_wait(r.full.at[slots[0]])
             if self.is_narrow:
                 widen(keys, r.wide_s, columns=self.narrow_columns)
-                keys = r.wide_s
-            scores = tiles.matmul(keys, queries_t, None, interpret)
-            plgpu.barrier_arrive(r.free.at[slots[0]])
+                plgpu.barrier_arrive(r.free.at[slots[0]])
+                scores = tiles.matmul(r.wide_s, queries_t, None, interpret)
+            else:
+                scores = tiles.matmul(keys, queries_t, None, interpret)
+                plgpu.barrier_arrive(r.free.at[slots[0]])
             scores = tiles.scale_scores(scores, scale, c.soft_cap)
             # Some token doesn't see some key of the block.
             on_edge = start + block > (first_position + 1 if c.causal else seq_len)
@@ -169,6 +173,7 @@ class DecodeWalk:
             num_used = seq_len - start
             if self.is_narrow:
                 widen(values, r.wide_s, num_used, self.narrow_columns)
+                plgpu.barrier_arrive(r.free.at[slots[1]])
                 values = r.wide_s
             else:
                 pl.when(num_used < block)(lambda: tiles.clear_unused(values, num_used))
@@ -180,7 +185,8 @@ class DecodeWalk:
                 )
                 for part, acc in zip(parts, accs, strict=True)
             )
-            plgpu.barrier_arrive(r.free.at[slots[1]])
+            if not self.is_narrow:
+                plgpu.barrier_arrive(r.free.at[slots[1]])
             return accs, peak, total
 
         begin = (
