@@ -103,6 +103,7 @@ def prefill_attention(
         "lens": seq_lens,
         "items": plan.items,
         "num_items": plan.count,
+        "columns": jnp.arange(config.block_tokens, dtype=jnp.int32),
     }
     if sinks is not None:
         inputs["sinks"] = sinks

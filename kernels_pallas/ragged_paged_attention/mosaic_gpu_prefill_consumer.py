@@ -24,14 +24,18 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import ROWS
 def consume(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> None:
     turns = Turns(refs, problem)
 
-    def turn_step(turn, used):
+    def turn_step(turn, used, consumer=consumer):
+        # LLVM would compute all addresses in the consumer's tiles before the loop over turns, and keep them in
+        # registers.
+        turn, consumer = lax.optimization_barrier((turn, consumer))
         tile = turns.tile(turn)
         plgpu.barrier_wait(refs.q_full)
         queries = take_queries(refs, problem, consumer)
         if problem.config.own_result_tile:
             plgpu.barrier_arrive(refs.q_free)
         acc, peak, total = attend(refs, problem, tile, queries, used, consumer)
-        write_result(refs, problem, tile, acc, peak, total, consumer)
+        # Read again: kept, its numbers would take registers from the loop.
+        write_result(refs, problem, turns.tile(turn), acc, peak, total, consumer)
         if not problem.config.own_result_tile:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(refs.q_free)
@@ -77,15 +81,16 @@ def attend(
 
     def masked(scores, i):
         start = (tile.first_block + i) * block
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=tiles.LAYOUT)
+        # From memory: LLVM keeps what it can compute from the thread's index in registers, through all loops.
+        columns = tiles.load_plain(refs.columns, tiles.COLUMN_LAYOUT)
+        columns = lax.broadcast_in_dim(columns, scores.shape, [1])
         if not problem.causal:
-            return jnp.where(column < tile.seq_len - start, scores, -jnp.inf)
-        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=tiles.LAYOUT)
-        # How far back the key is from the query.
-        distance = (own_position - start) + (row & (share - 1)) - column
-        seen = distance >= 0
+            return jnp.where(columns < tile.seq_len - start, scores, -jnp.inf)
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=tiles.ROW_LAYOUT)
+        last = lax.broadcast_in_dim((own_position - start) + (row & (share - 1)), scores.shape, [0])
+        seen = columns <= last
         if window is not None:
-            seen &= distance < window
+            seen &= columns > last - window
         return jnp.where(seen, scores, -jnp.inf)
 
     def softmax(scores, i, peak, total, on_edge):

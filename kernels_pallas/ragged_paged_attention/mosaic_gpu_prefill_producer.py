@@ -106,10 +106,13 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             plgpu.barrier_arrive(refs.v_full.at[0])
             cursor = issue(n + stages, cursor)
 
-            @pl.when((i == 0) & (turn + 1 < turns.count))
+            # The consumers give up the queries as they begin a tile, or as they end it.
+            coming = turn + 1 if problem.config.own_result_tile else turn
+
+            @pl.when((i == 0) & (coming > 0) & (coming < turns.count))
             def _():
                 plgpu.barrier_wait(refs.q_free)
-                copy_queries(refs, problem, turns.tile(turn + 1))
+                copy_queries(refs, problem, turns.tile(coming))
 
             return n + 1, cursor
 

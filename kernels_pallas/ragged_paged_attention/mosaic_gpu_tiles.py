@@ -26,6 +26,7 @@ NO_PEAK = -1e29
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 # Row maxima and sums stay within a warp and need none of the scratch memory for reductions.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024)
 
