@@ -99,6 +99,7 @@ def decode_attention(
     if num_owned is not None:
         inputs["num_owned"] = num_owned
     if others is not None:
+        inputs = tiles.not_slices(inputs)
         written = {name: jax.new_ref(x) for name, x in zip(results, others, strict=False)}
         inputs |= written
         made = parts
@@ -161,7 +162,9 @@ def _scratch(
         "q_in": row_major((QUERY_STAGES, columns, head_size), q_dtype),
         "out_s": row_major((columns, head_size), q_dtype),
         "q_s": tiles.swizzled((columns, head_size), dtype),
-        "weights_s": tiles.swizzled((columns, block), dtype, columns=tiles.tile_columns(head_size)),
+        "weights_s": tiles.swizzled(
+            (1, columns, block), dtype, columns=tiles.tile_columns(head_size)
+        ),
         "ring": tiles.swizzled(
             (config.slots, block, head_size), k_pages.dtype, columns=tiles.tile_columns(head_size)
         ),
@@ -170,5 +173,5 @@ def _scratch(
         "q_free": plgpu.Barrier(num_barriers=QUERY_STAGES),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.slots),
         "free": plgpu.Barrier(num_barriers=config.slots),
-        **({"wide_s": tiles.swizzled((block, head_size), dtype)} if narrow else {}),
+        **({"wide_s": tiles.swizzled((1, block, head_size), dtype)} if narrow else {}),
     }

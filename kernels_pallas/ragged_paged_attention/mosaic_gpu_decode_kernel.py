@@ -101,6 +101,7 @@ class DecodeWalk:
             self.clear_tokens_of_no_request()
 
         def fold_item(index, position):
+            index, position = lax.optimization_barrier((index, position))
             item = self.item(index)
             fits = item.row.num_tokens * shape.heads <= widths[0]
             if len(widths) == 1:
@@ -127,7 +128,6 @@ class DecodeWalk:
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.q_free.at[stage])
         queries_t = r.q_s.at[pl.ds(0, columns)].transpose((1, 0))
-        weights_s = r.weights_s.at[pl.ds(0, columns)]
 
         seq_len = item.row.seq_len
         kv_head = lax.div(item.head, jnp.int32(shape.splits))
@@ -140,7 +140,7 @@ class DecodeWalk:
                 jnp.int32, scores.shape, 0, layout=tiles.LAYOUT
             )
             column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=tiles.LAYOUT)
-            token = lax.div(column, jnp.full_like(column, shape.heads))
+            token = lax.div(column + col.unknown_zero(), jnp.full_like(column, shape.heads))
             # How far back the key is from the query.
             distance = first_position + token - position
             seen = distance >= 0 if c.causal else position < seq_len
@@ -155,9 +155,10 @@ class DecodeWalk:
             keys, values = (r.ring.at[slot] for slot in slots)
             plgpu.barrier_wait(r.full.at[slots[0]])
             if self.is_narrow:
-                widen(keys, r.wide_s, columns=self.narrow_columns)
+                wide_s = r.wide_s.at[col.unknown_zero()]
+                widen(keys, wide_s, columns=self.narrow_columns)
                 plgpu.barrier_arrive(r.free.at[slots[0]])
-                scores = tiles.matmul(r.wide_s, queries_t, None, interpret)
+                scores = tiles.matmul(wide_s, queries_t, None, interpret)
             else:
                 scores = tiles.matmul(keys, queries_t, None, interpret)
                 plgpu.barrier_arrive(r.free.at[slots[0]])
@@ -168,13 +169,14 @@ class DecodeWalk:
                 on_edge |= start < first_visible + item.row.num_tokens - 1
             scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
             weights, accs, peak, total = col.softmax_step(scores, accs, peak, total)
+            weights_s = r.weights_s.at[col.unknown_zero(), pl.ds(0, columns)]
             col.store_transposed(weights_s, weights.astype(weights_s.dtype), interpret)
             plgpu.barrier_wait(r.full.at[slots[1]])
             num_used = seq_len - start
             if self.is_narrow:
-                widen(values, r.wide_s, num_used, self.narrow_columns)
+                widen(values, wide_s, num_used, self.narrow_columns)
                 plgpu.barrier_arrive(r.free.at[slots[1]])
-                values = r.wide_s
+                values = wide_s
             else:
                 pl.when(num_used < block)(lambda: tiles.clear_unused(values, num_used))
             plgpu.commit_smem()
@@ -197,6 +199,8 @@ class DecodeWalk:
         accs, peak, total = lax.fori_loop(0, item.num_blocks, step, begin)
         total = total.sum(axis=0) if total.ndim == 2 else total
         value_scale = r.v_scales[kv_head] if hasattr(r, "v_scales") else None
+        # Read again: kept, its numbers would take registers from the loop.
+        item = self.item(index)
         is_whole = item.opens & item.closes
         pl.when(is_whole)(lambda: self.write_result(item, accs, peak, total, value_scale))
         pl.when(~is_whole)(lambda: self.write_part(item, accs, peak, total, value_scale))

@@ -84,6 +84,11 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def run_cases(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """`run_case` of each (case, config) by name, in one process: starting one takes as long as a case."""
+    return {name: run_case(*arguments) for name, arguments in cases.items()}
+
+
 _MODULES = (
     "config", "tiles", "dequant", "columns", "decode_plan", "decode_shape", "merge", "decode_kernel",
     "decode",
