@@ -29,11 +29,16 @@ def compute_dtype(q_dtype: Any, page_dtype: Any) -> Any:
     return jnp.dtype(jnp.float16) if is_narrow(page_dtype) else jnp.dtype(q_dtype)
 
 
-def to_compute(q: jax.Array, dtype: Any) -> jax.Array:
-    """Queries as operands; beyond float16's range they saturate."""
-    if dtype == jnp.float16 and q.dtype != dtype:
-        q = jnp.clip(q.astype(jnp.float32), -_FLOAT16_MAX, _FLOAT16_MAX)
-    return q.astype(dtype)
+def to_compute(q: jax.Array, dtype: Any, k_scale: jax.Array | None = None) -> jax.Array:
+    """Queries as operands, times the keys' scale; beyond float16's range they saturate."""
+    if k_scale is None and q.dtype == dtype:
+        return q
+    wide = q.astype(jnp.float32)
+    if k_scale is not None:
+        wide = wide * k_scale
+    if dtype == jnp.float16:
+        wide = jnp.clip(wide, -_FLOAT16_MAX, _FLOAT16_MAX)
+    return wide.astype(dtype)
 
 
 def widen(

@@ -158,8 +158,9 @@ def _scratch(
     if config.own_result_tile:
         scratch["o_rows"] = plgpu.SMEM((consumers, ROWS, head_size), q_dtype)
     if problem.narrow:
-        scratch["k_narrow"] = tiles.swizzled((stages, block, head_size), page_dtype)
-        scratch["v_narrow"] = tiles.swizzled((stages, block, head_size), page_dtype)
+        columns = tiles.tile_columns(head_size)
+        scratch["k_narrow"] = tiles.swizzled((stages, block, head_size), page_dtype, columns)
+        scratch["v_narrow"] = tiles.swizzled((stages, block, head_size), page_dtype, columns)
         scratch["narrow_full"] = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages)
     else:
         scratch["cleared"] = plgpu.Barrier()

@@ -30,7 +30,7 @@ def consume(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Non
         turn, consumer = lax.optimization_barrier((turn, consumer))
         tile = turns.tile(turn)
         plgpu.barrier_wait(refs.q_full)
-        queries = take_queries(refs, problem, consumer)
+        queries = take_queries(refs, problem, tile, consumer)
         if problem.config.own_result_tile:
             plgpu.barrier_arrive(refs.q_free)
         acc, peak, total = attend(refs, problem, tile, queries, used, consumer)
@@ -45,13 +45,16 @@ def consume(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Non
     plgpu.wait_smem_to_gmem(0)
 
 
-def take_queries(refs: SimpleNamespace, problem: Problem, consumer: jax.Array) -> Any:
+def take_queries(refs: SimpleNamespace, problem: Problem, tile: Tile, consumer: jax.Array) -> Any:
     """Operand of the matmul, in registers or in tiles. A copy can't write tiles: it would have to start at a token
     that is a multiple of 8."""
     rows = refs.q_rows.at[consumer]
 
     def take(part):
-        return dequant.to_compute(tiles.load_plain(part, tiles.LAYOUT), problem.dtype)
+        queries = tiles.load_plain(part, tiles.LAYOUT)
+        if not problem.narrow:
+            return queries
+        return dequant.to_compute(queries, problem.dtype, refs.scales[0, tile.kv_head])
 
     if problem.config.queries_in_registers:
         queries = take(rows)
@@ -73,8 +76,7 @@ def attend(
     config, share, window = problem.config, problem.share, problem.sliding_window
     block, slots = config.block_tokens, refs.k_ring.shape[0]
     own_position = tile.position + consumer * share
-    k_scale = refs.scales[0, tile.kv_head] if problem.narrow else None
-    factor = tiles.scale_factor(problem.scale, problem.soft_cap, k_scale)
+    factor = problem.scale * tiles.LOG2_E if problem.soft_cap is None else 1.0
 
     def slot(i):
         return lax.rem(used + i, jnp.int32(slots))
@@ -93,10 +95,10 @@ def attend(
             seen &= columns > last - window
         return jnp.where(seen, scores, -jnp.inf)
 
-    def softmax(scores, i, peak, total, on_edge):
-        plgpu.barrier_arrive(refs.k_free.at[slot(i)])
+    def softmax(scores, i, here, peak, total, on_edge):
+        plgpu.barrier_arrive(refs.k_free.at[here])
         if problem.soft_cap is not None:
-            scores = tiles.capped(scores, problem.scale, problem.soft_cap, k_scale)
+            scores = tiles.scale_scores(scores, problem.scale, problem.soft_cap)
         if on_edge:
             scores = masked(scores, i)
         weights, *rows = tiles.softmax_block(scores, factor, peak, total)
@@ -104,14 +106,18 @@ def attend(
 
     def step(i, carry, on_edge):
         acc, weights, peak, total = carry
-        plgpu.barrier_wait(refs.k_full.at[slot(i)])
+        # Behind the barrier, so that LLVM doesn't keep wgmma's descriptors of tiles that stay in place, two registers
+        # each, but makes them anew.
+        i, here, before, own = lax.optimization_barrier((i, slot(i), slot(i - 1), consumer))
+        plgpu.barrier_wait(refs.k_full.at[here])
         weights, (fade, peak, total), acc = tiles.matmul_beside(
-            queries, refs.k_ring.at[slot(i)], weights, refs.v_ring.at[slot(i - 1)], acc,
-            before_values=lambda: plgpu.barrier_wait(refs.v_full.at[slot(i - 1)]),
-            softmax=lambda scores: softmax(scores, i, peak, total, on_edge),
+            queries if config.queries_in_registers else refs.q_tiles.at[own],
+            refs.k_ring.at[here], weights, refs.v_ring.at[before], acc,
+            before_values=lambda: plgpu.barrier_wait(refs.v_full.at[before]),
+            softmax=lambda scores: softmax(scores, i, here, peak, total, on_edge),
             interpret=problem.interpret,
         )  # fmt: skip
-        plgpu.barrier_arrive(refs.v_free.at[slot(i - 1)])
+        plgpu.barrier_arrive(refs.v_free.at[before])
         return tiles.faded(acc, fade), weights, peak, total
 
     last = tile.num_blocks - 1
@@ -119,7 +125,7 @@ def attend(
     keys = refs.k_ring.at[slot(0)].transpose((1, 0))
     scores = tiles.matmul(queries, keys, None, problem.interpret)
     peak, total = first_peak(refs, problem, tile)
-    weights, (_, peak, total) = softmax(scores, jnp.int32(0), peak, total, on_edge=True)
+    weights, (_, peak, total) = softmax(scores, jnp.int32(0), slot(0), peak, total, on_edge=True)
     acc = tiles.zeros((ROWS, refs.q_rows.shape[2]))
     carry = (acc, weights.astype(problem.dtype), peak, total)
 

@@ -62,6 +62,7 @@ def produce_narrow(refs: SimpleNamespace, problem: Problem) -> None:
 
 def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> None:
     block, stages = problem.config.block_tokens, problem.config.stages
+    columns = tiles.tile_columns(refs.k_narrow.shape[2])
 
     def load(turn):
         return source_of(turns.tile(turn), problem.page_size)
@@ -90,18 +91,18 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             slot = lax.rem(n, jnp.int32(stages))
             plgpu.barrier_wait(refs.narrow_full.at[slot])
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.k_free.at[0]))
-            dequant.widen(refs.k_narrow.at[slot], refs.k_ring.at[0])
+            dequant.widen(refs.k_narrow.at[slot], refs.k_ring.at[0], columns=columns)
             plgpu.barrier_arrive(refs.k_full.at[0])
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))
             unused = (tile.first_block + i + 1) * block - tile.seq_len
 
             @pl.when(unused <= 0)
             def _():
-                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0])
+                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0], columns=columns)
 
             @pl.when(unused > 0)
             def _():
-                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0], block - unused)
+                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0], block - unused, columns)
 
             plgpu.barrier_arrive(refs.v_full.at[0])
             cursor = issue(n + stages, cursor)

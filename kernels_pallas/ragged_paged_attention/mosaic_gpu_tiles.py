@@ -180,27 +180,8 @@ def softmax_step(
     return weights, acc, new_peak, total
 
 
-def scale_factor(scale: float, soft_cap: float | None, k_scale: jax.Array | None) -> Any:
-    """What `softmax_block` must multiply scores by, in base 2; 1 after `capped`."""
-    if soft_cap is not None:
-        return 1.0
-    if k_scale is None:
-        return scale * LOG2_E
-    # Not 0, as a masked score of -inf times 0 would be NaN.
-    return jnp.maximum(k_scale * (scale * LOG2_E), 1e-30)
-
-
-def capped(
-    scores: jax.Array, scale: float, soft_cap: float, k_scale: jax.Array | None
-) -> jax.Array:
-    """Raw q . k to soft_cap * tanh(scaled / soft_cap) in base 2."""
-    if k_scale is not None:
-        scores = scores * k_scale
-    return scale_scores(scores, scale, soft_cap)
-
-
 def softmax_block(
-    scores: jax.Array, factor: Any, peak: jax.Array, total: jax.Array
+    scores: jax.Array, factor: float, peak: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(weights, fade, peak, total) after a block of raw scores [rows, block]; -inf is not seen.
 
