@@ -21,7 +21,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 _MAX_GROUP = 64
 _OVERHEAD = 2304
 """Small arrays, scratch memory for reductions, barriers."""
-_MAX_SLOTS = 16
+_MAX_SLOTS = 32
 _DECODE_OVERHEAD = 1536
 """Barriers, and what it takes to begin arrays at multiples of 1024 bytes."""
 
