@@ -4,7 +4,7 @@ A fixed number of thread blocks, two per core where registers allow, each walks 
 (`mosaic_gpu_decode_plan`). Its producer warp group keeps a ring of key and value tiles filled by TMA, page by page, past
 the ends of requests; its consumer warp group folds tile after tile into a running softmax. The keys are wgmma's 64 rows
 and a kv head's query heads times tokens its columns, 8 to 64, so that few queries cost little: with 8 columns a
-block of 64 keys takes a quarter of the tensor time and an eighth of the exponentials of 64 query rows, and the
+block of 64 keys takes half of the tensor cores' time and an eighth of the exponentials of 64 query rows, and the
 accumulator of a head of 128 takes 8 registers a thread instead of 64. Requests that lie in one walk are written where they
 belong, the others in parts that a second, small kernel merges.
 """
