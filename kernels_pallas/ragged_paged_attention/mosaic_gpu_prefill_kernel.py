@@ -22,7 +22,7 @@ def prefill_kernel(*arrays: Any, names: tuple[str, ...], problem: Problem) -> No
     warp_group = lax.axis_index("warp_group")
     consumers = problem.config.consumers
 
-    producer_registers = 96 if problem.narrow else 40
+    producer_registers = 80 if problem.narrow else 40
 
     @pl.when(warp_group < consumers)
     def _():
