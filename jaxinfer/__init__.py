@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.async_llm import AsyncLLM
+    from jaxinfer.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxinfer.config import EngineArgs
     from jaxinfer.engine.errors import EngineDeadError
     from jaxinfer.llm import LLM
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+    from jaxinfer.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineDeadError",
@@ -31,6 +36,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _MODULES = {
@@ -40,6 +46,10 @@ _MODULES = {
     "EngineDeadError": "jaxinfer.engine.errors",
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
+    "StructuredOutputsParams": "jaxinfer.structured_outputs",
+    "BeamSearchOutput": "jaxinfer.beam_search",
+    "BeamSearchParams": "jaxinfer.beam_search",
+    "BeamSearchSequence": "jaxinfer.beam_search",
 } | dict.fromkeys(
     ("CompletionOutput", "Logprob", "RequestFailedError", "RequestMetrics", "RequestOutput"),
     "jaxinfer.outputs",

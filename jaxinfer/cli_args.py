@@ -44,6 +44,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "cache_aware_scheduling": "of requests of equal priority, the longest cached prefix first",
         "max_cache_overtakes": "how often a request may be overtaken for that",
         "async_scheduling": "launch a step before the tokens of the last one are read",
+        "grammar_jump_ahead": "don't sample tokens that a grammar leaves no choice of",
     },
     "execution": {
         "tensor_parallel_size": "number of devices that share each layer",

@@ -60,7 +60,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step. `long_prefill_token_threshold` caps a prefill chunk when > 0; the budget
     `max_num_batched_tokens` always does. With `cache_aware`, waiting requests of equal priority are admitted by the
-    length of their cached prefix, each of them overtaken at most `max_overtakes` times."""
+    length of their cached prefix, each of them overtaken at most `max_overtakes` times. With `grammar_jump_ahead`,
+    tokens that a grammar leaves no choice of are not sampled."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -69,6 +70,7 @@ class SchedulerConfig:
     async_scheduling: bool = True
     cache_aware: bool = False
     max_overtakes: int = MAX_OVERTAKES
+    grammar_jump_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class EngineArgs:
     cache_aware_scheduling: bool = False
     max_cache_overtakes: int = MAX_OVERTAKES
     async_scheduling: bool = True
+    grammar_jump_ahead: bool = True
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
@@ -225,6 +228,7 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
+                grammar_jump_ahead=self.grammar_jump_ahead,
                 cache_aware=self.cache_aware_scheduling,
                 max_overtakes=self.max_cache_overtakes,
             ),

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import Device, EngineArgs, EngineConfig
-from jaxinfer.frontend.processor import Processor
+from jaxinfer.frontend.processor import Processor, eos_token_ids
 from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
     from jaxinfer.engine.core import EngineCore
+    from jaxinfer.engine.grammars import GrammarBackend
     from jaxinfer.weights.reader import CheckpointReader
 
 
@@ -58,7 +63,7 @@ def build_engine(args: EngineArgs) -> Engine:
         # Much of its work is Rust and needs no GIL, while importing JAX and reading weights leave a core idle.
         loading = pool.submit(load_tokenizer, args, files)
         reader = open_checkpoint(files)
-        config, core = _build_core(args, reader)
+        config, core = _build_core(args, reader, loading.result)
         tokenizer = loading.result()
     frontend = build_frontend(args, config, tokenizer, reader)
     return Engine(config, core, tokenizer, frontend.processor, frontend.token_text)
@@ -66,7 +71,8 @@ def build_engine(args: EngineArgs) -> Engine:
 
 def build_core(args: EngineArgs) -> EngineCore:
     """The part that needs JAX and the device. Raises as `build_engine`."""
-    return _build_core(args, open_checkpoint(model_files(args)))[1]
+    files = model_files(args)
+    return _build_core(args, open_checkpoint(files), partial(load_tokenizer, args, files))[1]
 
 
 def build_frontend(
@@ -115,7 +121,10 @@ def _resolve(args: EngineArgs, model: str) -> ModelFiles:
     )
 
 
-def _build_core(args: EngineArgs, reader: CheckpointReader) -> tuple[EngineConfig, EngineCore]:
+def _build_core(
+    args: EngineArgs, reader: CheckpointReader, get_tokenizer: Callable[[], Tokenizer]
+) -> tuple[EngineConfig, EngineCore]:
+    """`get_tokenizer` is called when the first grammar needs it."""
     import jax
 
     if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _GPU_DRIVERS)):
@@ -133,7 +142,29 @@ def _build_core(args: EngineArgs, reader: CheckpointReader) -> tuple[EngineConfi
     config = args.create_engine_config(model, device)
     executor = build_executor(config, model, reader)
     try:
-        return config, EngineCore(config, executor)
+        return config, EngineCore(config, executor, _grammars(args, config, reader, get_tokenizer))
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _grammars(
+    args: EngineArgs,
+    config: EngineConfig,
+    reader: CheckpointReader,
+    get_tokenizer: Callable[[], Tokenizer],
+) -> GrammarBackend:
+    from jaxinfer.engine.llguidance_grammars import LlguidanceBackend
+
+    def make_tokenizer() -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        tokenizer, vocab_size = get_tokenizer(), config.model.vocab_size
+        generation = generation_config(args.generation_config, reader) or {}
+        return LLTokenizer(
+            tokenizer.backend.to_str(),
+            n_vocab=vocab_size,
+            eos_token=eos_token_ids(generation, tokenizer, vocab_size) or None,
+        )
+
+    return LlguidanceBackend(make_tokenizer)

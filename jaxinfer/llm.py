@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tqdm import tqdm
+
+from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import InprocClient
 from jaxinfer.engine.errors import EngineDeadError
@@ -103,6 +107,39 @@ class LLM:
         return self._run(
             self._prepare(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm
         )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely completions of each prompt by beam search, best first.
+
+        All beams of all prompts go forward together, one token a step; what they share is computed once, by the prefix
+        cache. Raises `ValueError` as `generate`, and where `max_logprobs` is below twice the `beam_width`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {params!r}.")
+        eos = frozenset(self._processor.eos_token_ids)
+        searches = [
+            BeamSearch(self._processor.prepare(prompt).prompt_token_ids, params, eos)
+            for prompt in _prompt_list(prompts)
+        ]
+        max_len = self.config.model.max_model_len
+        for _ in tqdm(range(params.max_tokens)) if use_tqdm else range(params.max_tokens):
+            open_ends = [
+                search
+                for search in searches
+                if search.beams and len(search.beams[0].tokens) < max_len
+            ]
+            prompts = [beam.tokens for search in open_ends for beam in search.beams]
+            if not prompts:
+                break
+            outputs = iter(self.generate(prompts, open_ends[0].step_params, use_tqdm=False))
+            for search in open_ends:
+                search.advance(list(islice(outputs, len(search.beams))))
+        return [search.result(self._tokenizer.decode) for search in searches]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.structured_outputs import StructuredOutputsParams
+
 logger = logging.getLogger(__name__)
 
 _GREEDY_BELOW = 1e-5
@@ -59,6 +61,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         logit_bias: Added to the logits of these token ids, clamped to [-100, 100].
         allowed_token_ids: Only these may be sampled.
         bad_words: Words whose token sequences are never completed.
+        structured_outputs: What the output has to look like: a JSON schema, a regular expression …
         skip_reading_prefix_cache: Compute the whole prompt, whatever of it is cached. Default (None): only where
             `prompt_logprobs` makes that necessary.
     """
@@ -90,23 +93,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     bad_words_token_ids: list[list[int]] | None = None
     """Set by the frontend from `bad_words`: every way each word is tokenized."""
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self.n = _integer("n", self.n, 1, MAX_N)
-        self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self.frequency_penalty = _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty, 0.0)
+        self.n = check_integer("n", self.n, 1, MAX_N)
+        self.presence_penalty = check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = check_real("repetition_penalty", self.repetition_penalty, 0.0)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be greater than 0, got 0.")
-        self.temperature = _real("temperature", self.temperature, 0.0)
-        self.top_p = _real("top_p", self.top_p, 0.0, 1.0)
+        self.temperature = check_real("temperature", self.temperature, 0.0)
+        self.top_p = check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be in (0, 1], got 0.")
-        self.top_k = _integer("top_k", self.top_k, -1, _INT32_MAX)
-        self.min_p = _real("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = check_integer("top_k", self.top_k, -1, _INT32_MAX)
+        self.min_p = check_real("min_p", self.min_p, 0.0, 1.0)
         self._check_lengths()
         self._check_stops()
         self._check_token_rules()
+        self._check_structured_outputs()
         for name in (
             "ignore_eos",
             "detokenize",
@@ -139,18 +144,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
+            self.max_tokens = check_integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        self.min_tokens = check_integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}."
             )
         if self.logprobs is not None:
-            self.logprobs = _integer("logprobs", self.logprobs, -1, _INT32_MAX)
+            self.logprobs = check_integer("logprobs", self.logprobs, -1, _INT32_MAX)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = _integer("prompt_logprobs", self.prompt_logprobs, -1, _INT32_MAX)
+            self.prompt_logprobs = check_integer(
+                "prompt_logprobs", self.prompt_logprobs, -1, _INT32_MAX
+            )
         if self.seed is not None:
-            self.seed = _integer("seed", self.seed, _INT64_MIN, _INT64_MAX)
+            self.seed = check_integer("seed", self.seed, _INT64_MIN, _INT64_MAX)
             if self.seed == -1:
                 self.seed = None
 
@@ -182,6 +189,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 if not _token_ids("bad_words_token_ids", ids):
                     raise ValueError("bad_words_token_ids must not hold an empty list.")
 
+    def _check_structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if isinstance(given, dict):
+            try:
+                given = self.structured_outputs = StructuredOutputsParams(**given)
+            except TypeError as error:
+                raise ValueError(f"structured_outputs: {error}.") from None
+        if given is not None and not isinstance(given, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}."
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY_BELOW
@@ -193,7 +212,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def check_integer(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int. Raises `ValueError` with the name and the limits."""
     if type(value) is not int:
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}.")
@@ -205,7 +225,8 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _real(name: str, value: Any, low: float, high: float = math.inf) -> float:
+def check_real(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """The value as a float. Raises `ValueError` with the name and the limits."""
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise ValueError(f"{name} must be a number, got {value!r}.")
@@ -237,7 +258,7 @@ def _strings(name: str, values: Any) -> list[str]:
 
 def _token_ids(name: str, values: Any) -> list[int]:
     return [
-        _integer(f"{name}[{i}]", value, 0, _INT32_MAX)
+        check_integer(f"{name}[{i}]", value, 0, _INT32_MAX)
         for i, value in enumerate(_items(name, values, "token ids"))
     ]
 
@@ -249,7 +270,7 @@ def _logit_bias(biases: Any) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, bias in biases.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token_id = _integer("logit_bias key", token_id, 0, _INT32_MAX)
+        token_id = check_integer("logit_bias key", token_id, 0, _INT32_MAX)
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise ValueError(f"logit_bias[{token_id}] must be a number, got {bias!r}.")
         checked[token_id] = float(min(100.0, max(-100.0, bias)))

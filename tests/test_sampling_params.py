@@ -37,6 +37,7 @@ REFUSED = {
     "bad_words": [[""], [" "], [1], "word"],
     "bad_words_token_ids": [[[]], [[-1]]],
     "skip_reading_prefix_cache": [1, "yes"],
+    "structured_outputs": [1, {}, {"regex": "a", "json_object": True}, {"no_such_field": 1}],
 }
 
 

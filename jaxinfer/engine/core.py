@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.engine.grammars import GrammarBackend, GrammarQueue
+from jaxinfer.engine.jump_ahead import forced_runs
 from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -22,7 +24,9 @@ from jaxinfer.engine.token_masks import TokenMaskBuilder
 
 logger = logging.getLogger(__name__)
 
-NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words and min_tokens together exclude all of them."
+NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words, min_tokens and structured_outputs together exclude all of them."
+_GRAMMAR_WAIT_SECONDS = 0.01
+"""How long a step waits when there is nothing to do but compile: those who step the core want to pass on messages."""
 
 
 class EngineCore:
@@ -32,12 +36,15 @@ class EngineCore:
     is read before the next is planned. The tokens are the same.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, grammars: GrammarBackend | None = None
+    ) -> None:
         _check_cache(config, executor.num_blocks)
         self._config = config
         self._executor = executor
         self.scheduler = Scheduler(config, executor.num_blocks)
-        self._masks = TokenMaskBuilder(self.scheduler.table)
+        self._grammars = GrammarQueue(grammars)
+        self._masks = TokenMaskBuilder(self.scheduler.table, grammars)
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs = EngineCoreOutputs()
@@ -57,18 +64,25 @@ class EngineCore:
         """Raises `ValueError` for a request that can't be served, `EngineDeadError` when none can. Thread-safe."""
         self.check_alive()
         check_request(message, self._config.model)
+        if message.grammar is not None:
+            self._grammars.check_available()
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises as `check_request`, and `ValueError` when its id is in use."""
         self.check_request(message)
         if message.request_id in self.scheduler.requests:
             raise ValueError(f"request_id {message.request_id!r} is already in use.")
-        self.scheduler.add_request(message)
+        if message.grammar is None:
+            self.scheduler.add_request(message)
+            return
+        self._grammars.add(self.scheduler.add_request(message), message.grammar)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests at once; unknown ids are ignored. Nothing more is reported of them."""
         requests = self.scheduler.requests
-        self.scheduler.finish([requests[i] for i in request_ids if i in requests])
+        ended = [requests[i] for i in request_ids if i in requests]
+        self._grammars.remove(ended)
+        self.scheduler.finish(ended)
 
     def reset_prefix_cache(self) -> None:
         """Requests that are admitted from now on read nothing from the prefix cache that was computed before."""
@@ -100,17 +114,29 @@ class EngineCore:
         """Drop what is unfinished and release the device."""
         self.scheduler.finish(list(self.scheduler.requests.values()))
         self._in_flight.clear()
+        self._grammars.shutdown()
         self._executor.shutdown()
 
     def _step(self) -> None:
+        if len(self._grammars):
+            self._start_compiled()
         num_in_flight = len(self._in_flight)
         launched = num_in_flight < self._depth and self._launch()
         if not launched and not num_in_flight and self.scheduler.requests:
+            if len(self._grammars):
+                self._grammars.wait(_GRAMMAR_WAIT_SECONDS)
+                return
             raise RuntimeError(
                 f"{len(self.scheduler.requests)} requests are unfinished, but none can be scheduled."
             )
         if len(self._in_flight) == self._depth or (self._in_flight and not launched):
             self._read_oldest()
+
+    def _start_compiled(self) -> None:
+        ready, failed = self._grammars.take_compiled()
+        self.scheduler.start(ready)
+        self.scheduler.finish(request for request, _ in failed)
+        self._failed += [FinishedRequest(r.request_id, FinishReason.ERROR, t) for r, t in failed]
 
     def _launch(self) -> bool:
         """Plan a step and start it on the device. False when there is nothing to compute."""
@@ -123,6 +149,8 @@ class EngineCore:
                 self._read_oldest()
             mask, stuck = self._masks.build(step)
             self._in_flight.append((step, self._executor.sample_tokens(mask)))
+            if self._config.scheduler.grammar_jump_ahead:
+                self.scheduler.force(step, forced_runs(step, mask, self.scheduler.table))
         except KeyboardInterrupt as error:
             # Nobody knows how much of the step has begun.
             self._die(error)
@@ -155,6 +183,7 @@ class EngineCore:
         self._failed += [
             FinishedRequest(r.request_id, FinishReason.ERROR, _text(error)) for r in unfinished
         ]
+        self._grammars.remove(unfinished)
         self.scheduler.finish(unfinished)
         self._in_flight.clear()
 

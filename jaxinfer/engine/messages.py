@@ -32,7 +32,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     `eos_token_ids` end the request with reason "stop" (empty when the request ignores them);
     `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
     frontend's business: it aborts the request here when one appears. Only requests of the same `cache_salt` share
-    cached prefixes.
+    cached prefixes. The output follows `grammar`, in the notation of the grammar backend.
     """
 
     request_id: str
@@ -42,6 +42,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str | None = None
+    grammar: str | None = None
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):

@@ -39,6 +39,16 @@ class AdmittedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """What a running row's grammar leaves no choice of: its tokens from position `start` on. The step before sampled
+    the first of them, from a mask that allowed no other; the rest was not sampled at all."""
+
+    row: int
+    start: int
+    token_ids: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What to compute in one step, for R scheduled rows. Rows that compute one token come first.
 
@@ -51,6 +61,8 @@ class StepPlan:
     another row of this very step fills. So in each layer, all keys and values of the step are written before any of
     its rows reads. Such blocks are only read; what a row computes goes to blocks that it has for itself.
 
+    `forced` are tokens of running rows that the host knows; they apply before anything is computed.
+
     `rows` is the same array object as the step before's where the batch hasn't changed.
     """
 
@@ -62,6 +74,7 @@ class StepPlan:
     block_rows: Int32
     block_cols: Int32
     block_ids: Int32
+    forced: list[ForcedTokens] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

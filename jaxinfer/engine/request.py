@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,14 +12,19 @@ from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.engine.plan import Int32, Words
 
+if TYPE_CHECKING:
+    from jaxinfer.engine.grammars import Matcher
+
 NO_ROW = -1
 
 
 class RequestState(enum.IntEnum):
-    WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED = 3
+    COMPILING = 0
+    """Its grammar is."""
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED = 4
 
 
 class Request:
@@ -27,8 +33,8 @@ class Request:
     `output_token_ids` is current except while the request runs. `num_in_flight` counts the tokens that were being
     sampled when it was preempted. `max_total_tokens` bounds prompt and output together. `block_keys` are the keys of
     its first full blocks, as many as somebody has asked for; `num_cached_tokens` were found in the cache when it was
-    last admitted. `num_overtaken` counts the requests that were admitted
-    before it though they stood behind it.
+    last admitted. `num_overtaken` counts the requests that were admitted before it though they stood behind it.
+    `matcher` follows its grammar, and has accepted all of its output that has been read.
     """
 
     __slots__ = (
@@ -39,6 +45,8 @@ class Request:
         "block_keys",
         "cache_salt",
         "eos_token_ids",
+        "is_guided",
+        "matcher",
         "max_total_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -78,6 +86,9 @@ class Request:
         if params.max_tokens is not None:
             self.max_total_tokens = min(model.max_model_len, num_prompt + params.max_tokens)
 
+        self.is_guided = message.grammar is not None
+        self.matcher: Matcher | None = None
+
         self.state = RequestState.WAITING
         self.row = NO_ROW
         self.output_token_ids: Int32 = np.empty(0, np.int32)
@@ -105,7 +116,11 @@ class Request:
     def always_masked(self) -> bool:
         """Whether only some tokens may be sampled, at any length of the output."""
         params = self.sampling_params
-        return params.allowed_token_ids is not None or bool(params.bad_words_token_ids)
+        return (
+            self.is_guided
+            or params.allowed_token_ids is not None
+            or bool(params.bad_words_token_ids)
+        )
 
     @property
     def known_token_ids(self) -> Int32:

@@ -21,8 +21,9 @@ class RowTable:
                     the epoch is the same
     stop_words      bit v%32 of `stop_words[s, v//32]`: token v ends the request
     always_masked   the row's tokens are restricted in every step
+    guided          the row's output follows a grammar
 
-    `num_maskable` counts the rows that may need a mask in some step.
+    `num_maskable` counts the rows that may need a mask in some step, `num_guided` those that are guided.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -37,7 +38,9 @@ class RowTable:
         self.always_masked = np.zeros(num_rows, np.bool_)
         self.stop_words = np.zeros((num_rows, -(-vocab_size // 32)), np.uint32)
         self.requests: list[Request | None] = [None] * num_rows
+        self.guided = np.zeros(num_rows, np.bool_)
         self.num_maskable = 0
+        self.num_guided = 0
         self._outputs = np.empty((num_rows, _FIRST_OUTPUT_CAPACITY), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -59,6 +62,8 @@ class RowTable:
         self.min_tokens[row] = request.min_tokens
         self.always_masked[row] = masked = request.always_masked
         self.num_maskable += masked or request.min_tokens > 0
+        self.guided[row] = request.is_guided
+        self.num_guided += request.is_guided
         self._reserve(len(output))
         self._outputs[row, : len(output)] = output
         for token in self._stop_ids(request):
@@ -76,6 +81,7 @@ class RowTable:
         self.requests[row] = None
         self.epoch[row] += 1
         self.num_maskable -= request.always_masked or request.min_tokens > 0
+        self.num_guided -= request.is_guided
         for token in self._stop_ids(request):
             self.stop_words[row, token >> 5] = 0
         self._free.append(row)

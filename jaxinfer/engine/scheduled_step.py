@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +48,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """`batch` is aligned with the plan's rows; `all_sample`: every one of them gets a token."""
+    """`batch` is aligned with the plan's rows; `all_sample`: every one of them gets a token. `forced`: by position in
+    the plan, tokens that follow the sampled one because a grammar leaves no choice."""
 
     plan: StepPlan
     batch: Batch
     all_sample: bool
     first_scheduled: list[Admission]
+    forced: dict[int, Int32] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, Que
 from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.kv_cache_manager import KVCacheManager, TableEntries
 from jaxinfer.engine.messages import Admission, EngineCoreOutputs, EngineCoreRequest
-from jaxinfer.engine.plan import AdmittedRow, Int32, StepPlan, StepResult
+from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, Int32, StepPlan, StepResult
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.request_queue import create_request_queue
@@ -47,21 +47,33 @@ class Scheduler:
         self._num_arrived = 0
         self._num_preemptions = 0
         self._running_batch: Batch | None = None
+        self._forced: dict[int, ForcedTokens] = {}
 
-    def add_request(self, message: EngineCoreRequest) -> None:
+    def add_request(self, message: EngineCoreRequest) -> Request:
+        """A request with a grammar waits for `start` before it queues."""
         request = Request(message, self._model, self._num_arrived)
         self._num_arrived += 1
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if request.is_guided:
+            request.state = RequestState.COMPILING
+        else:
+            self.waiting.add(request)
+        return request
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """Queue requests whose grammars are compiled, each where its arrival puts it."""
+        for request in requests:
+            request.state = RequestState.WAITING
+            self.waiting.put_back(request)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """End requests in whatever state they are. Their rows and blocks can be handed out at once: the device runs
         the steps in order, so those in flight are through with them before the next one begins."""
         ended = {r for r in requests if r.state is not RequestState.FINISHED}
-        waiting = {r for r in ended if r.state is not RequestState.RUNNING}
-        if waiting:
+        running = {r for r in ended if r.state is RequestState.RUNNING}
+        if waiting := ended - running:
             self.waiting.remove(waiting)
-        if running := ended - waiting:
+        if running:
             self._release(running)
         for request in ended:
             request.state = RequestState.FINISHED
@@ -95,6 +107,17 @@ class Scheduler:
             batch, counts = batch.take(index), counts[index]
         return self._plan(batch, counts, TableEntries.join(entries), admitted)
 
+    def force(self, step: ScheduledStep, tokens: dict[int, Int32]) -> None:
+        """Let the rows at these positions of a step that is being sampled go on with the tokens that their grammars
+        force: the first one is being sampled, those after it need no sampling."""
+        table = self.table
+        for position, forced in tokens.items():
+            row = int(step.batch.rows[position])
+            start = int(table.num_tokens[row]) - 1
+            table.num_tokens[row] += len(forced) - 1
+            step.forced[position] = forced[1:]
+            self._forced[row] = ForcedTokens(row, start, forced)
+
     def update(self, step: ScheduledStep, result: StepResult) -> EngineCoreOutputs:
         """Append the step's tokens and end the requests that they complete."""
         update = StepUpdate(self.table, step, result)
@@ -102,7 +125,7 @@ class Scheduler:
             self.finish(update.ended)
         update.outputs.stats = SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.requests) - len(self.running),
             kv_cache_usage=self.kv.pool.usage,
             num_scheduled_tokens=step.plan.num_tokens,
             num_preemptions=self._num_preemptions,
@@ -170,6 +193,7 @@ class Scheduler:
         self.prefix_cache.release(requests)
         num_free = self.kv.pool.num_free
         for request in requests:
+            self._forced.pop(request.row, None)
             self.kv.free(request.row)
             self.table.release(request)
         return self.kv.pool.num_free - num_free
@@ -255,7 +279,9 @@ class Scheduler:
             block_rows=entries.rows,
             block_cols=entries.cols,
             block_ids=entries.blocks,
+            forced=list(self._forced.values()),
         )
+        self._forced = {}
         now = time.monotonic() if admitted else 0.0
         return ScheduledStep(
             plan=plan,

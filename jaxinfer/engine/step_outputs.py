@@ -8,16 +8,18 @@ import numpy as np
 
 from jaxinfer.engine.logprobs import new_prompt_logprobs, token_logprobs
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishedRequest, FinishReason
-from jaxinfer.engine.plan import StepResult
+from jaxinfer.engine.plan import Int32, StepResult
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.row_table import RowTable
-from jaxinfer.engine.scheduled_step import Index, ScheduledStep
+from jaxinfer.engine.scheduled_step import Batch, Index, ScheduledStep
 from jaxinfer.engine.stop_rules import end_of, rows_to_check
 
 NAN_LOGITS = (
     "NaN logits: the model's output for this request is not a number, so no token can be sampled. "
     "The weights or the dtype are at fault."
 )
+
+NO_TOKENS: Int32 = np.empty(0, np.int32)
 
 
 class StepUpdate:
@@ -60,26 +62,63 @@ class StepUpdate:
         self._positions = None if positions is None else positions.tolist()
         self.outputs.request_ids = batch.request_ids
         self.outputs.token_ids = tokens.tolist()
-        for i in np.flatnonzero(
-            rows_to_check(self._table, batch.rows, tokens, num_output)
-        ).tolist():
-            self._end(batch.requests[i], int(tokens[i]), int(num_output[i]))
+        if self._step.forced:
+            num_output = self._append_forced(batch, num_output)
+        due = rows_to_check(self._table, batch.rows, tokens, num_output)
+        if self._table.num_guided:
+            due |= self._table.guided[batch.rows]
+        for i in np.flatnonzero(due).tolist():
+            position = i if self._positions is None else self._positions[i]
+            self._end(batch.requests[i], position, int(num_output[i]))
+
+    def _append_forced(self, batch: Batch, num_output: Int32) -> Int32:
+        """Let forced tokens follow the sampled ones of this `batch`; returns the output lengths."""
+        num_output = num_output.copy()
+        counts, token_ids = [], []
+        for i, token in enumerate(self.outputs.token_ids):
+            position = i if self._positions is None else self._positions[i]
+            token_ids.append(token)
+            forced = self._step.forced.get(position, NO_TOKENS)
+            for one in forced:
+                num_output[i] = self._table.append_tokens(batch.rows[i : i + 1], one[None])[0]
+            token_ids += forced.tolist()
+            counts.append(1 + len(forced))
+        self.outputs.token_ids, self.outputs.num_tokens = token_ids, counts
+        return num_output
 
     def _append_preempted(self, position: int) -> None:
         request = self._step.batch.requests[position]
         if request.state is not RequestState.PREEMPTED:
             return
-        token = int(self._result.token_ids[position])
-        request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
-        request.num_in_flight -= 1
+        tokens = self._tokens(position)
+        request.output_token_ids = np.append(request.output_token_ids, np.array(tokens, np.int32))
+        request.num_in_flight -= len(tokens)
         assert self._positions is not None
         self._positions.append(position)
         self.outputs.request_ids.append(request.request_id)
-        self.outputs.token_ids.append(token)
-        self._end(request, token, len(request.output_token_ids))
+        self.outputs.token_ids += tokens
+        if self.outputs.num_tokens is not None:
+            self.outputs.num_tokens.append(len(tokens))
+        self._end(request, position, len(request.output_token_ids))
 
-    def _end(self, request: Request, token: int, num_output: int) -> None:
-        end = end_of(request, token, num_output)
+    def _tokens(self, position: int) -> list[int]:
+        """What the step brought at this position of the plan: the sampled token and those forced after it."""
+        forced = self._step.forced.get(position, NO_TOKENS)
+        return [int(self._result.token_ids[position]), *forced.tolist()]
+
+    def _end(self, request: Request, position: int, num_output: int) -> None:
+        """End the request if its new tokens do; its grammar hears of them too."""
+        *before, token = self._tokens(position)
+        error = None
+        if request.matcher is not None:
+            errors = (request.matcher.accept(one) for one in (*before, token))
+            error = next((text for text in errors if text is not None), None)
+        if error is not None:
+            end: FinishedRequest | None = FinishedRequest(
+                request.request_id, FinishReason.ERROR, f"structured_outputs: {error}"
+            )
+        else:
+            end = end_of(request, token, num_output)
         if end is not None:
             self.ended.append(request)
             self.outputs.finished.append(end)
@@ -97,10 +136,12 @@ class StepUpdate:
         assert arrays is not None
         requests = self._step.batch.requests
         positions = range(len(requests)) if self._positions is None else self._positions
+        first = 0
         for i, position in enumerate(positions):
             num_top = requests[position].sampling_params.logprobs
             if num_top is not None:
-                self.outputs.logprobs[i] = token_logprobs(arrays, position, num_top)
+                self.outputs.logprobs[first] = token_logprobs(arrays, position, num_top)
+            first += 1 if self.outputs.num_tokens is None else self.outputs.num_tokens[i]
 
     def _report_prompt_logprobs(self) -> None:
         for position, arrays in self._result.prompt_logprobs.items():

@@ -1,15 +1,17 @@
-"""Which tokens a row may sample, as packed bits for the device: min_tokens, allowed_token_ids, bad words."""
+"""Which tokens a row may sample, as packed bits for the device: min_tokens, allowed_token_ids, bad words, grammars."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from jaxinfer.engine.grammars import GrammarBackend, Matcher
 from jaxinfer.engine.plan import TokenMask, Words
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
-from jaxinfer.engine.scheduled_step import ScheduledStep
+from jaxinfer.engine.scheduled_step import Batch, ScheduledStep
 
 
 def pack_tokens(token_ids: Iterable[int], vocab_size: int) -> Words:
@@ -23,8 +25,9 @@ def pack_tokens(token_ids: Iterable[int], vocab_size: int) -> Words:
 class TokenMaskBuilder:
     """Builds a planned step's mask from the row table, once the output that it depends on has been read."""
 
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: RowTable, grammars: GrammarBackend | None = None) -> None:
         self._table = table
+        self._grammars = grammars
         self._every_token = pack_tokens(range(table.vocab_size), table.vocab_size)
 
     def needs_output(self, step: ScheduledStep) -> bool:
@@ -35,7 +38,7 @@ class TokenMaskBuilder:
         read = table.num_prompt[rows] + table.num_output[rows]
         unread = read < table.num_tokens[rows] - step.plan.samples
         return any(
-            bool(step.batch.requests[i].bad_sequences)
+            step.batch.requests[i].is_guided or bool(step.batch.requests[i].bad_sequences)
             for i in np.flatnonzero(unread & step.plan.samples & table.always_masked[rows])
         )
 
@@ -55,10 +58,14 @@ class TokenMaskBuilder:
         if not positions.size:
             return None, []
         words = np.repeat(self._every_token[None], len(positions), axis=0)
+        guided = self._fill_guided(batch, positions, words)
         without_stop = np.flatnonzero(no_stop[positions])
         words[without_stop] &= ~table.stop_words[rows[positions[without_stop]]]
-        for i in np.flatnonzero(table.always_masked[rows[positions]]):
+        for i in np.flatnonzero(table.always_masked[rows[positions]]).tolist():
             request = batch.requests[positions[i]]
+            if i in guided and not words[i].any():
+                # The grammar is at its end, which min_tokens can't put off.
+                words[i] = guided[i]
             words[i] &= self._allowed_words(request)
             for token in self._completions(request):
                 words[i, token >> 5] &= ~np.uint32(1 << (token & 31))
@@ -68,6 +75,25 @@ class TokenMaskBuilder:
             TokenMask(positions.astype(np.int32), words),
             [batch.requests[positions[i]] for i in stuck],
         )
+
+    def _fill_guided(
+        self, batch: Batch, positions: npt.NDArray[np.intp], words: Words
+    ) -> dict[int, Words]:
+        """Write the tokens that grammars allow; returns a copy of those of rows that also have min_tokens."""
+        if not self._table.num_guided:
+            return {}
+        matchers: list[tuple[Matcher, int]] = []
+        with_minimum = []
+        for i, position in enumerate(positions.tolist()):
+            request = batch.requests[position]
+            if request.matcher is not None:
+                matchers.append((request.matcher, i))
+                if request.min_tokens:
+                    with_minimum.append(i)
+        if matchers:
+            assert self._grammars is not None
+            self._grammars.fill_masks(matchers, words)
+        return {i: words[i].copy() for i in with_minimum}
 
     def _allowed_words(self, request: Request) -> Words:
         """What allowed_token_ids and bad words of one token leave, whatever the output is."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.engine.plan import AdmittedRow, StepPlan
+from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, StepPlan
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 
 FROM_DEVICE = -1
@@ -64,12 +64,17 @@ class InputBatch:
         self.block_tables = np.zeros((num_rows + 1, max_pages), np.int32)
         self.num_known = np.zeros(num_rows + 1, np.int32)
         self.admitted: list[AdmittedRow | None] = [None] * num_rows
+        self.forced: dict[int, ForcedTokens] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan's admissions and new block-table entries."""
+        """Take over the plan's admissions, forced tokens and new block-table entries."""
         for row in plan.admitted:
             self.admitted[row.row] = row
             self.num_known[row.row] = len(row.token_ids)
+            self.forced.pop(row.row, None)
+        for forced in plan.forced:
+            self.forced[forced.row] = forced
+            self.num_known[forced.row] = forced.start + len(forced.token_ids)
         if plan.block_ids.size:
             self.block_tables[plan.block_rows, plan.block_cols] = plan.block_ids
 
@@ -119,4 +124,7 @@ class InputBatch:
             admitted = self.admitted[plan.rows[r]]
             assert admitted is not None, f"row {plan.rows[r]} was scheduled before it was admitted"
             start, stop = plan.num_computed[r], seq_lens[r]
-            out[ends[r] - (stop - start) : ends[r]] = admitted.token_ids[start:stop]
+            known, forced = admitted.token_ids, self.forced.get(int(plan.rows[r]))
+            if forced is not None and start >= forced.start:
+                known, start, stop = forced.token_ids, start - forced.start, stop - forced.start
+            out[ends[r] - (stop - start) : ends[r]] = known[start:stop]

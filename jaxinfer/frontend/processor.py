@@ -73,7 +73,7 @@ class Processor:
         self._config = config
         self._tokenizer = tokenizer
         generation_config = generation_config or {}
-        self._eos_token_ids = _eos_token_ids(generation_config, tokenizer, config.vocab_size)
+        self.eos_token_ids = eos_token_ids(generation_config, tokenizer, config.vocab_size)
         self.sampling_defaults = (
             _sampling_defaults(generation_config) if use_generation_defaults else {}
         )
@@ -106,9 +106,10 @@ class Processor:
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_time=arrival_time,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
             priority=int(priority),
             cache_salt=_cache_salt(prompt),
+            grammar=_grammar(params),
         )
         return PreparedRequest(
             request_id=str(number) if request_id is None else request_id,
@@ -220,6 +221,14 @@ class Processor:
         return sequences
 
 
+def _grammar(params: SamplingParams) -> str | None:
+    if params.structured_outputs is None:
+        return None
+    from jaxinfer.frontend.grammar import grammar_of
+
+    return grammar_of(params.structured_outputs)
+
+
 def _cache_salt(prompt: Prompt) -> str | None:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
@@ -241,9 +250,10 @@ def _ids(values: Any) -> list[int]:
     return ids
 
 
-def _eos_token_ids(
+def eos_token_ids(
     generation_config: dict[str, Any], tokenizer: Encoder, vocab_size: int
 ) -> list[int]:
+    """The tokens that end an output: the checkpoint's, and the tokenizer's own."""
     configured = generation_config.get("eos_token_id")
     ids = configured if isinstance(configured, list) else [configured]
     unique = dict.fromkeys([*ids, tokenizer.eos_token_id])

@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxinfer.config import (
     SchedulerConfig,
 )
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.grammars import GrammarBackend
 from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.sampling_params import SamplingParams
@@ -49,6 +51,7 @@ def make_config(
     hash_algo: str = "sha256",
     cache_aware: bool = False,
     max_overtakes: int = 64,
+    jump_ahead: bool = True,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
@@ -66,6 +69,7 @@ def make_config(
             overlap,
             cache_aware,
             max_overtakes,
+            jump_ahead,
         ),
         parallel=ParallelConfig(),
         compilation=CompilationConfig(),
@@ -81,6 +85,7 @@ def make_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     salt: str | None = None,
+    grammar: str | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """`prompt` as a number: that many tokens, others for every request id."""
@@ -95,6 +100,7 @@ def make_request(
         list(eos),
         priority,
         salt,
+        grammar,
     )
 
 
@@ -167,6 +173,13 @@ class FakeExecutor:
             for token in admitted.token_ids.tolist():
                 row.append(token)
             assert admitted.row in plan.rows
+        for forced in plan.forced:
+            first, *rest = forced.token_ids.tolist()
+            forced_row = self._rows[forced.row]
+            assert forced_row.tokens[forced.start :] == [first], "the mask forced another token"
+            assert rest
+            for token in rest:
+                forced_row.append(token)
         for row, col, block in zip(
             plan.block_rows.tolist(), plan.block_cols.tolist(), plan.block_ids.tolist(), strict=True
         ):
@@ -256,11 +269,14 @@ class FakeExecutor:
 
 
 def make_core(
-    num_blocks: int = 64, next_token: NextToken = hashed_token, **config: object
+    num_blocks: int = 64,
+    next_token: NextToken = hashed_token,
+    grammars: GrammarBackend | None = None,
+    **config: object,
 ) -> tuple[EngineCore, FakeExecutor]:
     resolved = make_config(**config)  # type: ignore[arg-type]
     executor = FakeExecutor(resolved, num_blocks, next_token)
-    return EngineCore(resolved, executor), executor
+    return EngineCore(resolved, executor, grammars), executor
 
 
 @dataclass
@@ -275,9 +291,12 @@ class Collected:
     def add(self, outputs: EngineCoreOutputs) -> None:
         self.outputs.append(outputs)
         self.first_scheduled += [times.request_id for times in outputs.first_scheduled]
-        for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+        counts = outputs.num_tokens or [1] * len(outputs.request_ids)
+        tokens = iter(outputs.token_ids)
+        for request_id, count in zip(outputs.request_ids, counts, strict=True):
             assert request_id not in self.ends, "a token after the end"
-            self.tokens.setdefault(request_id, []).append(token)
+            self.tokens.setdefault(request_id, []).extend(islice(tokens, count))
+        assert next(tokens, None) is None
         for finished in outputs.finished:
             assert finished.request_id not in self.ends, "two ends"
             self.ends[finished.request_id] = (finished.reason, finished.stop_reason)

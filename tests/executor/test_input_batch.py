@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.plan import AdmittedRow, StepPlan
+from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, StepPlan
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import FROM_DEVICE, InputBatch, PackedLayout
 from jaxinfer.sampling_params import SamplingParams
@@ -94,3 +94,38 @@ def test_ladder_has_no_lone_row_and_covers_its_limits():
         for rows in (1, 5, 48):
             if rows <= tokens:
                 assert ladder.shape(tokens, rows, 9) in shapes
+
+
+def test_forced_tokens_are_the_hosts_until_the_row_passes_on():
+    batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, BucketLadder.create(64, NUM_ROWS, MAX_PAGES))
+
+    def fed(computed, scheduled, admitted=(), forced=()):
+        one = [np.array([n], np.int32) for n in (3, computed, scheduled)]
+        empty = np.empty(0, np.int32)
+        plan = StepPlan(
+            list(admitted),
+            one[0],
+            one[2],
+            one[1],
+            np.array([True]),
+            empty,
+            empty,
+            empty,
+            list(forced),
+        )
+        batch.apply(plan)
+        shape, packed = batch.pack(plan)
+        return PackedLayout(shape).views(packed)["token_ids"][:scheduled].tolist()
+
+    prompt = np.array([11, 12, 13, 14, 15], np.int32)
+    assert fed(0, 5, [AdmittedRow(3, prompt, 5, SamplingParams())]) == prompt.tolist()
+    assert fed(5, 1) == [FROM_DEVICE]
+    run = ForcedTokens(3, 6, np.array([21, 22, 23], np.int32))
+    assert fed(6, 2, forced=[run]) == [21, 22]
+    assert fed(8, 1) == [23]
+    assert fed(9, 1) == [FROM_DEVICE]
+    # Another request in the same row knows nothing of them.
+    longer = np.arange(30, 42, dtype=np.int32)
+    assert fed(0, 8, [AdmittedRow(3, longer, 12, SamplingParams())]) == longer[:8].tolist()
+    assert fed(8, 4) == longer[8:].tolist()
+    assert fed(12, 1) == [FROM_DEVICE]

@@ -55,9 +55,26 @@ BAD_COMPLETIONS = [
     ("suffix", dict(suffix="x")),
     ("best_of", dict(best_of=2)),
     ("use_beam_search", dict(use_beam_search=True)),
-    ("response_format", dict(response_format={"type": "json_object"})),
-    ("structured_outputs", dict(structured_outputs={"regex": "a"})),
-    ("guided_json", dict(guided_json={})),
+    ("response_format", dict(response_format={"type": "yaml"})),
+    (
+        "response_format",
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": 1}}),
+    ),
+    ("response_format", dict(response_format={"type": "json_object"}, guided_regex="a")),
+    (
+        "response_format",
+        dict(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"$ref": "#"}},
+            }
+        ),
+    ),
+    ("structured_outputs", dict(structured_outputs={"regex": "a("})),
+    ("structured_outputs", dict(structured_outputs={"regex": "a", "choice": ["b"]})),
+    ("structured_outputs", dict(structured_outputs={"no_such_field": 1})),
+    ("guided_json", dict(guided_json={"uniqueItems": True})),
+    ("guided_grammar", dict(guided_grammar="start: x")),
     ("kv_transfer_params", dict(kv_transfer_params={"a": 1})),
 ]
 

@@ -9,9 +9,11 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.server.server_process import ServerProcess, server_process
@@ -126,6 +128,37 @@ def test_vllm_extras_through_extra_body(client: openai.OpenAI):
     )
     assert len(answer.choices[0].model_extra["token_ids"]) == 5
     assert answer.model_extra["prompt_token_ids"]
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
+    inhabitants_in_millions: int
+
+
+def test_structured_outputs(client: openai.OpenAI):
+    fields = dict(messages=QUESTION, max_completion_tokens=60, **GREEDY)
+    parsed = client.chat.completions.parse(**fields, response_format=City).choices[0].message.parsed
+    assert parsed is not None and parsed.name == "Paris"
+    chunks = client.chat.completions.create(
+        **fields, stream=True, extra_body={"structured_outputs": {"regex": "(Rome|Paris)!{3}"}}
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) in (
+        "Rome!!!",
+        "Paris!!!",
+    )
+    [choice] = client.completions.create(
+        prompt="2 + 2 =", max_tokens=5, extra_body={"guided_choice": [" 4", " five"]}, **GREEDY
+    ).choices
+    assert choice.text == " 4" and choice.finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client.chat.completions.create(
+            **fields,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "list", "schema": {"type": "array", "uniqueItems": True}},
+            },
+        )
+    assert caught.value.param == "response_format"
 
 
 def test_errors_are_the_clients_own(server: ServerProcess, client: openai.OpenAI):

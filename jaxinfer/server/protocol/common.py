@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import BadRequest
+from jaxinfer.server.protocol.structured import StructuredFields
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredFields):
     """What both endpoints take. Values are checked by `SamplingParams`; here only their types are.
 
     Unknown fields are ignored, with one warning for each name, as vLLM does.
@@ -45,11 +46,6 @@ class GenerationRequest(BaseModel):
         "use_beam_search": "Beam search is not supported.",
         "length_penalty": "length_penalty belongs to beam search, which is not supported.",
         "best_of": "best_of is not supported; use n.",
-        "structured_outputs": "Structured outputs are not supported yet.",
-        "guided_json": "Structured outputs are not supported yet.",
-        "guided_regex": "Structured outputs are not supported yet.",
-        "guided_choice": "Structured outputs are not supported yet.",
-        "guided_grammar": "Structured outputs are not supported yet.",
         "logprob_token_ids": "logprob_token_ids is not supported yet.",
         "prompt_embeds": "Prompts as embeddings are not supported.",
         "watermarking": "Watermarks are not supported.",
@@ -108,7 +104,6 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -122,11 +117,6 @@ class GenerationRequest(BaseModel):
             )
             if not is_neutral and value != []:
                 raise BadRequest(reason, param=name)
-        wanted = data.get("response_format")
-        if isinstance(wanted, dict) and wanted.get("type") != "text":
-            raise BadRequest(
-                "response_format: only the type 'text' is supported yet.", param="response_format"
-            )
         return data
 
     @model_validator(mode="after")
@@ -179,6 +169,8 @@ class GenerationRequest(BaseModel):
             del given["stop"]
         if self.logit_bias:
             given["logit_bias"] = _logit_bias(self.logit_bias)
+        if (structured := self.structured()) is not None:
+            given["structured_outputs"] = structured
         return SamplingParams(**{**defaults, **given, **more})
 
 

@@ -1,0 +1,76 @@
+"""Grammars by llguidance: an Earley parser over the tokenizer's trie, in Rust."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from jaxinfer.engine.grammars import Matcher
+from jaxinfer.engine.plan import Words
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+_MAX_MESSAGE = 400
+
+
+class LlguidanceMatcher:
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def copy(self) -> LlguidanceMatcher:
+        return LlguidanceMatcher(self.matcher.deep_copy())
+
+    def accept(self, token: int) -> str | None:
+        return None if self.matcher.consume_token(token) else _error(self.matcher)
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self.matcher.rollback(num_tokens):
+            raise RuntimeError(f"The grammar can't go back: {_error(self.matcher)}")
+
+    def forced_tokens(self) -> list[int]:
+        return self.matcher.compute_ff_tokens()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.matcher.stop_reason() == "EndOfSentence"
+
+
+class LlguidanceBackend:
+    """`make_tokenizer` is called when the first grammar arrives, in that grammar's thread."""
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        self._make_tokenizer = make_tokenizer
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._executor: LLExecutor | None = None
+
+    def compile(self, grammar: str) -> LlguidanceMatcher:
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(_error(matcher))
+        # What the first mask needs is computed here rather than in the host loop.
+        matcher.compute_bitmask()
+        return LlguidanceMatcher(matcher)
+
+    def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], words: Words) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        assert words.flags.c_contiguous
+        pairs = [(m.matcher, row) for m, row in matchers if isinstance(m, LlguidanceMatcher)]
+        self._executor.unsafe_compute_mask_ptr(
+            pairs, words.ctypes.data, words.shape[1] * words.itemsize, words.shape[0]
+        )
+
+
+def _error(matcher: LLMatcher) -> str:
+    """Without the parser's state, which llguidance adds to some messages."""
+    return matcher.get_error().split("<state>")[0].strip()[:_MAX_MESSAGE] or "unknown error"
