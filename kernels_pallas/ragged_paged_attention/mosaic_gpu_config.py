@@ -22,8 +22,7 @@ _MAX_GROUP = 64
 _OVERHEAD = 2304
 """Small arrays, scratch memory for reductions, barriers."""
 _MAX_SLOTS = 32
-_DECODE_OVERHEAD = 1536
-"""Barriers, and what it takes to begin arrays at multiples of 1024 bytes."""
+_BARRIERS = 1024
 
 
 def _check_block(name: str, block_tokens: int, stages: int | None = None) -> None:
@@ -67,11 +66,14 @@ class DecodeConfig:
         return self.block_tokens * head_size * page_itemsize
 
     def shared_memory(self, head_size: int, columns: int, page_itemsize: int) -> int:
-        """Bytes of one thread block: the ring, queries (two that come, one in use), weights, the result."""
-        ring = self.slots * self._tile_bytes(head_size, page_itemsize)
-        queries = 2 * columns * (4 * head_size + self.block_tokens)
-        widened = 2 * self.block_tokens * head_size if page_itemsize == 1 else 0
-        return ring + queries + widened + 132 * min(columns, 32) + _DECODE_OVERHEAD
+        """Bytes of one thread block: the ring, queries (two that come, one in use), weights, the result, a widened tile."""
+        one = 2 * columns * head_size
+        arrays = [2 * one, one, one, 2 * columns * self.block_tokens, 4 * columns]
+        arrays.append(self.slots * self._tile_bytes(head_size, page_itemsize))
+        if page_itemsize == 1:
+            arrays.append(2 * self.block_tokens * head_size)
+        # Each begins at a multiple of 1024 bytes; reductions exchange [4 warps, 32 lanes].
+        return sum(-(-n // 1024) * 1024 for n in arrays) + 128 * min(columns, 32) + _BARRIERS
 
     def bytes_in_flight(self, head_size: int, page_itemsize: int) -> int:
         """Of one core, while one tile of each ring is worked on."""

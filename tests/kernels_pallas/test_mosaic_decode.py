@@ -119,7 +119,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         sizes(3),
     ),
-    "more_items_than_walks": ({"rows": [(20, 1)] * 7, "kv_heads": 2}, sizes(2)),
+    # Five slots let the producer run two items ahead.
+    "more_items_than_walks": ({"rows": [(20, 1)] * 7, "kv_heads": 2}, sizes(2, slots=5)),
 }
 
 LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
