@@ -44,10 +44,7 @@ def ragged_paged_attention(
     Raises:
         ValueError: shapes that `mosaic_gpu_config.unsupported` names, or a config that does not fit the GPU.
     """
-    reason = mosaic_gpu_config.unsupported(
-        q_tnh, kv_pages[0], causal=causal, has_sinks=sinks is not None, return_lse=return_lse
-    )
-    if reason is not None:
+    if (reason := mosaic_gpu_config.unsupported(q_tnh, kv_pages[0])) is not None:
         raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
     k_pages, v_pages = kv_pages
     num_tokens, num_heads, head_size = q_tnh.shape

@@ -16,10 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import LAYOUT
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import COLUMN_LAYOUT, LAYOUT
 
-COLUMN_LAYOUT = LAYOUT.reduce(0)
 ROWS = 64
+
+
+def unknown_zero() -> jax.Array:
+    """A zero that LLVM can't see through: added to what it could compute before a loop, it keeps that out of registers."""
+    return lax.optimization_barrier(jnp.int32(0))
 
 
 def row_major(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -106,6 +110,7 @@ def softmax_step(
 def sinks_of(sinks_ref: Any, first_head: jax.Array, group: int, heads: int, columns: int) -> Any:
     """The sinks [columns] in base 2 of `group` query heads, for each token."""
     column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN_LAYOUT)
+    column = column + unknown_zero()
     head = lax.rem(column, jnp.full_like(column, heads))
     sinks = no_peaks(columns)
     for i in range(group):
@@ -166,8 +171,9 @@ class TokenWriter:
         lse_s = self.lse_s.at[pl.ds(0, lse.shape[0])]
         tiles.store_plain(lse_s, lse * (1 / tiles.LOG2_E))
 
-        @pl.loop(0, num_tokens)
+        # One loop of unknown length: LLVM would unroll one over heads, at the cost of many registers.
+        @pl.loop(0, num_tokens * self.group)
         def _(i):
-            for head in range(self.group):
-                value = self.lse_s[i * self.heads + head]
-                self.lse_ref[token + i, first_head + head] = value
+            row = lax.div(i, jnp.int32(self.group))
+            head = i - row * self.group
+            self.lse_ref[token + row, first_head + head] = self.lse_s[row * self.heads + head]

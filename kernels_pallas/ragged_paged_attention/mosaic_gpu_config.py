@@ -16,13 +16,13 @@ SHARED_MEMORY_PER_CORE = 233_472
 RESERVED_PER_BLOCK = 1024
 ROWS = 64
 _DTYPES = ("bfloat16", "float16")
+_NARROW_DTYPES = ("float8_e4m3fn", "int8")
 _PAGE_SIZES = (16, 32, 64, 128)
 _MAX_GROUP = 64
 _OVERHEAD = 2304
 """Small arrays, scratch memory for reductions, barriers."""
-_MAX_SLOTS = 16
-_DECODE_OVERHEAD = 1536
-"""Barriers, and what it takes to begin arrays at multiples of 1024 bytes."""
+_MAX_SLOTS = 32
+_BARRIERS = 1024
 
 
 def _check_block(name: str, block_tokens: int, stages: int | None = None) -> None:
@@ -66,11 +66,14 @@ class DecodeConfig:
         return self.block_tokens * head_size * page_itemsize
 
     def shared_memory(self, head_size: int, columns: int, page_itemsize: int) -> int:
-        """Bytes of one thread block: the ring, queries (two that come, one in use), weights, the result."""
-        ring = self.slots * self._tile_bytes(head_size, page_itemsize)
-        queries = 2 * columns * (4 * head_size + self.block_tokens)
-        widened = 2 * self.block_tokens * head_size if page_itemsize == 1 else 0
-        return ring + queries + widened + 132 * min(columns, 32) + _DECODE_OVERHEAD
+        """Bytes of one thread block: the ring, queries (two that come, one in use), weights, the result, a widened tile."""
+        one = 2 * columns * head_size
+        arrays = [2 * one, one, one, 2 * columns * self.block_tokens, 4 * columns]
+        arrays.append(self.slots * self._tile_bytes(head_size, page_itemsize))
+        if page_itemsize == 1:
+            arrays.append(2 * self.block_tokens * head_size)
+        # Each begins at a multiple of 1024 bytes; reductions exchange [4 warps, 32 lanes].
+        return sum(-(-n // 1024) * 1024 for n in arrays) + 128 * min(columns, 32) + _BARRIERS
 
     def bytes_in_flight(self, head_size: int, page_itemsize: int) -> int:
         """Of one core, while one tile of each ring is worked on."""
@@ -141,7 +144,7 @@ def decode_config(head_size: int, columns: int, page_itemsize: int) -> DecodeCon
         columns: query heads times tokens, see `mosaic_gpu_decode_shape`.
         page_itemsize: bytes of one number in the cache.
     """
-    table = _table()["decode"][str(head_size)]
+    table = _table()["decode" if page_itemsize == 2 else "decode_8bit"][str(head_size)]
     most = min(int(key) for key in table if int(key) >= columns)
     sizes = table[str(most)]
     budget = SHARED_MEMORY_PER_CORE // sizes["blocks_per_core"] - RESERVED_PER_BLOCK
@@ -156,31 +159,18 @@ def prefill_config(head_size: int, page_itemsize: int = 2) -> PrefillConfig:
     return PrefillConfig(**table[str(head_size)])
 
 
-def unsupported(
-    q_tnh: Any,
-    k_pages: Any,
-    *,
-    causal: bool = True,
-    has_sinks: bool = False,
-    return_lse: bool = False,
-) -> str | None:
-    """Why this call is not for this backend, or None. Looks at shapes and dtypes only."""
+def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
+    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
     head_size, page_size = k_pages.shape[3], k_pages.shape[2]
     group = q_tnh.shape[1] // k_pages.shape[1]
     if q_tnh.dtype.name not in _DTYPES:
         return f"q_tnh has dtype {q_tnh.dtype}, not one of {_DTYPES}"
+    if k_pages.dtype != q_tnh.dtype and k_pages.dtype.name not in _NARROW_DTYPES:
+        return f"kv_pages have dtype {k_pages.dtype}, not q_tnh's {q_tnh.dtype} or one of {_NARROW_DTYPES}"
     if head_size not in head_sizes():
         return f"head size {head_size} is not one of {head_sizes()}"
     if page_size not in _PAGE_SIZES:
         return f"page size {page_size} is not one of {_PAGE_SIZES}"
     if group > _MAX_GROUP:
         return f"{group} query heads per kv head are more than {_MAX_GROUP}"
-    if k_pages.dtype != q_tnh.dtype:
-        return f"kv_pages have dtype {k_pages.dtype}, not q_tnh's {q_tnh.dtype}"
-    if not causal:
-        return "causal is False"
-    if has_sinks:
-        return "there are sinks"
-    if return_lse:
-        return "return_lse is set"
     return None

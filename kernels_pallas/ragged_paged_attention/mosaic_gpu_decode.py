@@ -4,7 +4,7 @@ A fixed number of thread blocks, two per core where registers allow, each walks 
 (`mosaic_gpu_decode_plan`). Its producer warp group keeps a ring of key and value tiles filled by TMA, page by page, past
 the ends of requests; its consumer warp group folds tile after tile into a running softmax. The keys are wgmma's 64 rows
 and a kv head's query heads times tokens its columns, 8 to 64, so that few queries cost little: with 8 columns a
-block of 64 keys takes a quarter of the tensor time and an eighth of the exponentials of 64 query rows, and the
+block of 64 keys takes half of the tensor cores' time and an eighth of the exponentials of 64 query rows, and the
 accumulator of a head of 128 takes 8 registers a thread instead of 64. Requests that lie in one walk are written where they
 belong, the others in parts that a second, small kernel merges.
 """
@@ -99,6 +99,7 @@ def decode_attention(
     if num_owned is not None:
         inputs["num_owned"] = num_owned
     if others is not None:
+        inputs = tiles.not_slices(inputs)
         written = {name: jax.new_ref(x) for name, x in zip(results, others, strict=False)}
         inputs |= written
         made = parts
@@ -161,7 +162,9 @@ def _scratch(
         "q_in": row_major((QUERY_STAGES, columns, head_size), q_dtype),
         "out_s": row_major((columns, head_size), q_dtype),
         "q_s": tiles.swizzled((columns, head_size), dtype),
-        "weights_s": tiles.swizzled((columns, block), dtype, columns=tiles.tile_columns(head_size)),
+        "weights_s": tiles.swizzled(
+            (1, columns, block), dtype, columns=tiles.tile_columns(head_size)
+        ),
         "ring": tiles.swizzled(
             (config.slots, block, head_size), k_pages.dtype, columns=tiles.tile_columns(head_size)
         ),
@@ -170,5 +173,5 @@ def _scratch(
         "q_free": plgpu.Barrier(num_barriers=QUERY_STAGES),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.slots),
         "free": plgpu.Barrier(num_barriers=config.slots),
-        **({"wide_s": tiles.swizzled((block, head_size), dtype)} if narrow else {}),
+        **({"wide_s": tiles.swizzled((1, block, head_size), dtype)} if narrow else {}),
     }

@@ -94,13 +94,16 @@ class DecodeWalk:
         lax.fori_loop(0, self.walk.count, load_item, jnp.int32(0))
 
     def consume(self) -> None:
-        widths = self.c.shape.widths
+        shape = self.c.shape
+        # Beside what widening takes, a second loop would spill.
+        widths = shape.widths[-1:] if self.is_narrow else shape.widths
         if hasattr(self.r, "num_owned"):
             self.clear_tokens_of_no_request()
 
         def fold_item(index, position):
+            index, position = lax.optimization_barrier((index, position))
             item = self.item(index)
-            fits = item.row.num_tokens * self.c.shape.heads <= widths[0]
+            fits = item.row.num_tokens * shape.heads <= widths[0]
             if len(widths) == 1:
                 self.fold(item, index, position, widths[0])
             else:
@@ -125,7 +128,6 @@ class DecodeWalk:
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.q_free.at[stage])
         queries_t = r.q_s.at[pl.ds(0, columns)].transpose((1, 0))
-        weights_s = r.weights_s.at[pl.ds(0, columns)]
 
         seq_len = item.row.seq_len
         kv_head = lax.div(item.head, jnp.int32(shape.splits))
@@ -138,7 +140,7 @@ class DecodeWalk:
                 jnp.int32, scores.shape, 0, layout=tiles.LAYOUT
             )
             column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=tiles.LAYOUT)
-            token = lax.div(column, jnp.full_like(column, shape.heads))
+            token = lax.div(column + col.unknown_zero(), jnp.full_like(column, shape.heads))
             # How far back the key is from the query.
             distance = first_position + token - position
             seen = distance >= 0 if c.causal else position < seq_len
@@ -153,10 +155,13 @@ class DecodeWalk:
             keys, values = (r.ring.at[slot] for slot in slots)
             plgpu.barrier_wait(r.full.at[slots[0]])
             if self.is_narrow:
-                widen(keys, r.wide_s, columns=self.narrow_columns)
-                keys = r.wide_s
-            scores = tiles.matmul(keys, queries_t, None, interpret)
-            plgpu.barrier_arrive(r.free.at[slots[0]])
+                wide_s = r.wide_s.at[col.unknown_zero()]
+                widen(keys, wide_s, columns=self.narrow_columns)
+                plgpu.barrier_arrive(r.free.at[slots[0]])
+                scores = tiles.matmul(wide_s, queries_t, None, interpret)
+            else:
+                scores = tiles.matmul(keys, queries_t, None, interpret)
+                plgpu.barrier_arrive(r.free.at[slots[0]])
             scores = tiles.scale_scores(scores, scale, c.soft_cap)
             # Some token doesn't see some key of the block.
             on_edge = start + block > (first_position + 1 if c.causal else seq_len)
@@ -164,12 +169,14 @@ class DecodeWalk:
                 on_edge |= start < first_visible + item.row.num_tokens - 1
             scores = lax.cond(on_edge, lambda s: mask(s, start), lambda s: s, scores)
             weights, accs, peak, total = col.softmax_step(scores, accs, peak, total)
+            weights_s = r.weights_s.at[col.unknown_zero(), pl.ds(0, columns)]
             col.store_transposed(weights_s, weights.astype(weights_s.dtype), interpret)
             plgpu.barrier_wait(r.full.at[slots[1]])
             num_used = seq_len - start
             if self.is_narrow:
-                widen(values, r.wide_s, num_used, self.narrow_columns)
-                values = r.wide_s
+                widen(values, wide_s, num_used, self.narrow_columns)
+                plgpu.barrier_arrive(r.free.at[slots[1]])
+                values = wide_s
             else:
                 pl.when(num_used < block)(lambda: tiles.clear_unused(values, num_used))
             plgpu.commit_smem()
@@ -180,7 +187,8 @@ class DecodeWalk:
                 )
                 for part, acc in zip(parts, accs, strict=True)
             )
-            plgpu.barrier_arrive(r.free.at[slots[1]])
+            if not self.is_narrow:
+                plgpu.barrier_arrive(r.free.at[slots[1]])
             return accs, peak, total
 
         begin = (
@@ -191,6 +199,8 @@ class DecodeWalk:
         accs, peak, total = lax.fori_loop(0, item.num_blocks, step, begin)
         total = total.sum(axis=0) if total.ndim == 2 else total
         value_scale = r.v_scales[kv_head] if hasattr(r, "v_scales") else None
+        # Read again: kept, its numbers would take registers from the loop.
+        item = self.item(index)
         is_whole = item.opens & item.closes
         pl.when(is_whole)(lambda: self.write_result(item, accs, peak, total, value_scale))
         pl.when(~is_whole)(lambda: self.write_part(item, accs, peak, total, value_scale))

@@ -57,7 +57,9 @@ class DecodeShape:
 
         Up to 32 columns the difference is small (wgmma takes as long as for 8), and a second loop costs registers.
         """
-        return tuple(sorted({_up(self.heads), self.columns} if self.columns > 32 else {self.columns}))
+        return tuple(
+            sorted({_up(self.heads), self.columns} if self.columns > 32 else {self.columns})
+        )
 
     @property
     def compiler_params(self) -> Any:

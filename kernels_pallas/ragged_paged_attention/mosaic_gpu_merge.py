@@ -40,6 +40,8 @@ def merge_parts(
         part_lse: [2 * walks, columns] log-sum-exp in base 2.
         sinks: [N], they join here as the parts left them out.
     """
+    if sinks is not None:
+        sinks = tiles.not_slices(sinks)
     optional = {"sinks": sinks, "out": out_ref, "lse": lse_ref}
     inputs = {"rows": plan.rows, "walks": plan.walks, "parts": parts, "part_lse": part_lse}
     inputs |= {name: value for name, value in optional.items() if value is not None}
@@ -86,7 +88,7 @@ def _merge(r: Any, index: Any, walk: Walk, item: Any, shape: DecodeShape, interp
             number = i * at_once + j
             safe = jnp.minimum(number, count - 1)
             part = 2 * (index + safe) + (safe == 0).astype(jnp.int32)
-            lse = tiles.load_plain(r.part_lse.at[part], col.COLUMN_LAYOUT)
+            lse = tiles.load_plain(r.part_lse.at[part], tiles.COLUMN_LAYOUT)
             lse = lse + jnp.where(number < count, 0.0, -jnp.inf)
             values = [
                 tiles.load_plain(r.parts.at[part, pl.ds(start, ROWS)], tiles.LAYOUT)

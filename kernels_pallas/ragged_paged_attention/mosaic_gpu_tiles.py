@@ -52,6 +52,14 @@ def swizzled(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> 
     return plgpu.SMEM(shape, dtype, transforms=tuple(transforms))
 
 
+def not_slices(arrays: Any) -> Any:
+    """A tree of operands for a kernel that writes to others of its operands.
+
+    XLA (JAX 0.12) wraps a call with an operand that is a slice in a fusion that no longer says what is updated in place.
+    """
+    return lax.optimization_barrier(arrays)
+
+
 def load_plain(ref: Any, layout: Any) -> jax.Array:
     """Read memory that is not in tiles, as global memory is, without asking for the widest accesses."""
     return plgpu.load(ref, layout=layout, optimized=False)
