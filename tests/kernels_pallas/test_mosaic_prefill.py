@@ -120,8 +120,9 @@ CORE_HEAD_SIZES = (128,)
 FAULT_CASE = CASES["chunk_onto_context"]
 WINDOW_FAULT_CASE = CASES["window_and_cap"]
 NARROW_FAULT_CASE = CASES["float8"]
-_SHARED_FAULT_CASE = CASES["int8_shared_result_tile"]
-_SINK_FAULT_CASE = CASES["sinks_and_lse_of_skipped_and_empty_requests"]
+SHARED_FAULT_CASE = CASES["int8_shared_result_tile"]
+# Tiles of one or two blocks: nothing but its own barriers keeps the producer from running into the next tile.
+SHORT_FAULT_CASE = CASES["sinks_and_lse_of_skipped_and_empty_requests"]
 _ARRIVE_Q = "plgpu.barrier_arrive(refs.q_free)"
 
 FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
@@ -145,7 +146,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         [("pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.q_free))", "pass")],
     ),
     "queries_given_up_before_they_are_taken": (
-        FAULT_CASE, "prefill_consumer",
+        SHORT_FAULT_CASE, "prefill_consumer",
         [("        queries = take_queries(refs,",
           f"        {_ARRIVE_Q}\n        queries = take_queries(refs,"),
          (f"            {_ARRIVE_Q}\n        acc", "            pass\n        acc")],
@@ -155,7 +156,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         [("    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n    o_tile", "    o_tile")],
     ),
     "shared_result_tile_given_up_too_early": (
-        _SHARED_FAULT_CASE, "prefill_consumer",
+        SHARED_FAULT_CASE, "prefill_consumer",
         [("            plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n", "")],
     ),
     "kernel_ends_before_its_stores": (
@@ -218,7 +219,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         FAULT_CASE, "prefill_consumer", [("own_tokens == share", "own_tokens > 0")],
     ),
     "sink_of_the_next_head": (
-        _SINK_FAULT_CASE, "prefill_consumer",
+        SHORT_FAULT_CASE, "prefill_consumer",
         [("problem.share.bit_length() - 1", "problem.share.bit_length() - 2")],
     ),
     "narrow_no_wait": (
