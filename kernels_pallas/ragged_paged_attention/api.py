@@ -127,9 +127,7 @@ def ragged_paged_attention(
     if kind is None:
         return kernel(*arrays)
     if hopper(kind):
-        reason = unsupported(
-            q_tnh, kv_pages[0], causal=causal, has_sinks=sinks is not None, return_lse=return_lse
-        )
+        reason = unsupported(q_tnh, kv_pages[0])
     else:
         reason = f"{kind} does not have compute capability 9.0"
     if reason is not None:
