@@ -96,7 +96,7 @@ def test_tuned_sizes_fit_the_gpu(head_size):
         (lambda: PrefillConfig(64, 2, consumers=3), "PrefillConfig.consumers must be 1 or 2"),
         (
             lambda: DecodeConfig(64, 16).check(128, 64, 2),
-            "DecodeConfig needs 341632 bytes of shared memory at head size 128; a block has 232448",
+            "DecodeConfig needs 342016 bytes of shared memory at head size 128; a block has 232448",
         ),
         (
             lambda: PrefillConfig(128, 3).check(256, 2),
