@@ -4,7 +4,7 @@ A case runs several layers with caches of their own in one jitted step, as a mod
 in the processor's. The floor is the time to read the keys and values of the contexts once at the bandwidth measured
 in the same run (or, for the update, to write the new ones). Minima over repetitions, cases interleaved.
 
-    python benchmarks/kernels.py [--dtype bfloat16] [--layers 6] [--seconds 2] [--only decode]
+    python benchmarks/kernels.py [--dtype bfloat16] [--layers 6] [--seconds 2] [--only decode] [--grep 64]
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import kv_cache_update, ragged_paged_attention
+from kernels_pallas.quantized_pages import quantize
 
 PAGE_SIZE = 16
 PAGES_PER_ROW = 512
@@ -48,10 +49,18 @@ class Attention:
     rows: tuple[tuple[int, int], ...]
     num_rows: int
     num_tokens: int
+    kv_dtype: str | None = None
+    """None: that of the queries."""
+    sinks: bool = False
+    return_lse: bool = False
 
     @property
     def decode_only(self) -> bool:
         return self.num_rows == self.num_tokens
+
+    @property
+    def suite(self) -> str:
+        return "decode" if self.decode_only else "prefill"
 
 
 def decode(heads: Heads, label: str, contexts: tuple[int, ...], num_rows: int) -> Attention:
@@ -79,7 +88,26 @@ ATTENTION = (
     ),
     Attention("prefill 1024 onto 7168", SMOLLM2, ((8192, 1024),), 2, 1024),
 )
-UPDATES = tuple((tokens, pages) for tokens in (64, 1024) for pages in (100, 10_000))
+OPTIONS = tuple(
+    replace(case, label=f"{case.label}, {label}", **options)
+    for case in (ATTENTION[0], ATTENTION[3], ATTENTION[8])
+    for label, options in (
+        ("fp8", {"kv_dtype": "uint8"}),
+        ("int8", {"kv_dtype": "int8"}),
+        ("sinks", {"sinks": True}),
+        ("lse", {"return_lse": True}),
+    )
+)
+UPDATES = tuple(
+    (tokens, pages, kv_dtype)
+    for tokens in (64, 1024)
+    for pages, kv_dtype in (
+        (100, None),
+        (10_000, None),
+        (10_000, "float8_e4m3fn"),
+        (10_000, "int8"),
+    )
+)
 
 
 @dataclass
@@ -107,46 +135,69 @@ def attention_case(case: Attention, dtype: jnp.dtype, layers: int) -> Case:
     query_start_loc = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     key = jax.random.key(0)
     shape = (num_pages, heads.kv, PAGE_SIZE, heads.size)
-    caches = [
-        tuple(jax.random.normal(jax.random.fold_in(key, 2 * i + j), shape, dtype) for j in (0, 1))
-        for i in range(layers)
-    ]
+    kv_dtype = jnp.dtype(case.kv_dtype or dtype)
+    scales = jnp.full(heads.kv, 1 / 30, jnp.float32)
+
+    def random_pages(index: int) -> jax.Array:
+        pages = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
+        return pages if case.kv_dtype is None else quantize(pages, scales[0], kv_dtype)
+
+    caches = [(random_pages(2 * i), random_pages(2 * i + 1)) for i in range(layers)]
+    options = {
+        "sinks": jnp.zeros(heads.kv * heads.group) if case.sinks else None,
+        "kv_scales": None if case.kv_dtype is None else (scales, scales),
+    }
     q_tnh = jax.random.normal(key, (case.num_tokens, heads.kv * heads.group, heads.size), dtype)
 
     @jax.jit
-    def layer(q_tnh, cache, *batch):
-        return ragged_paged_attention(
-            q_tnh, cache, *batch, scale=heads.size**-0.5, decode_only=case.decode_only
+    def layer(q_tnh, cache, options, *batch):
+        result = ragged_paged_attention(
+            q_tnh,
+            cache,
+            *batch,
+            scale=heads.size**-0.5,
+            decode_only=case.decode_only,
+            return_lse=case.return_lse,
+            **options,
         )
+        return result if case.return_lse else (result, 0.0)
 
     @jax.jit
-    def step(q_tnh, caches, *batch):
+    def step(q_tnh, caches, options, *batch):
+        lse = 0.0
         for cache in caches:
-            q_tnh = q_tnh + layer(q_tnh, cache, *batch)
-        return q_tnh
+            out, layer_lse = layer(q_tnh, cache, options, *batch)
+            q_tnh, lse = q_tnh + out, lse + layer_lse
+        return q_tnh, lse
 
     batch = tuple(jnp.asarray(x) for x in (block_tables, seq_lens, query_start_loc))
-    compiled = step.lower(q_tnh, caches, *batch).compile()
-    slot_bytes = 2 * heads.kv * heads.size * dtype.itemsize
+    compiled = step.lower(q_tnh, caches, options, *batch).compile()
+    slot_bytes = 2 * heads.kv * heads.size * kv_dtype.itemsize
     return Case(
-        "decode" if case.decode_only else "prefill",
+        case.suite,
         f"{heads.name}: {case.label}",
         layers,
         sum(context for context, _ in case.rows) * slot_bytes,
-        lambda: jax.block_until_ready(compiled(q_tnh, caches, *batch)),
+        lambda: jax.block_until_ready(compiled(q_tnh, caches, options, *batch)),
     )
 
 
-def update_case(num_tokens: int, num_pages: int, dtype: jnp.dtype, layers: int) -> Case:
+def update_case(
+    num_tokens: int, num_pages: int, kv_dtype: str | None, dtype: jnp.dtype, layers: int
+) -> Case:
     heads = SMOLLM2
     shape = (num_pages, heads.kv, PAGE_SIZE, heads.size)
-    caches = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
+    stored = jnp.dtype(kv_dtype or dtype)
+    caches = [(jnp.zeros(shape, stored), jnp.zeros(shape, stored)) for _ in range(layers)]
+    scales = None if kv_dtype is None else (jnp.ones(heads.kv),) * 2
     new = jnp.ones((num_tokens, heads.kv, heads.size), dtype)
     slots = np.random.default_rng(2).permutation(num_pages * PAGE_SIZE)[:num_tokens]
     slot_mapping = jnp.asarray(slots, jnp.int32)
 
     def step(caches, new, slot_mapping):
-        return [kv_cache_update(cache, new, new, slot_mapping) for cache in caches]
+        return [
+            kv_cache_update(cache, new, new, slot_mapping, kv_scales=scales) for cache in caches
+        ]
 
     compiled = jax.jit(step, donate_argnums=0).lower(caches, new, slot_mapping).compile()
 
@@ -156,9 +207,9 @@ def update_case(num_tokens: int, num_pages: int, dtype: jnp.dtype, layers: int) 
 
     return Case(
         "update",
-        f"{heads.name}: {num_tokens} tokens into {num_pages} pages",
+        f"{heads.name}: {num_tokens} tokens into {num_pages} pages, {stored.name}",
         layers,
-        2 * new.nbytes,
+        2 * new.size * stored.itemsize,
         run,
     )
 
@@ -182,12 +233,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each case")
     parser.add_argument("--only", choices=("decode", "prefill", "update"))
+    parser.add_argument("--grep", default="", help="cases whose label contains this")
     args = parser.parse_args()
     dtype = jnp.dtype(args.dtype)
 
-    cases = [attention_case(case, dtype, args.layers) for case in ATTENTION]
-    cases += [update_case(*update, dtype, args.layers) for update in UPDATES]
-    cases = [case for case in cases if args.only in (None, case.suite)]
+    def wanted(suite: str, label: str) -> bool:
+        return args.only in (None, suite) and args.grep in label
+
+    cases = [
+        attention_case(case, dtype, args.layers)
+        for case in ATTENTION + OPTIONS
+        if wanted(case.suite, case.label)
+    ]
+    cases += [
+        update_case(*update, dtype, args.layers)
+        for update in UPDATES
+        if wanted("update", "update {} tokens into {} pages, {}".format(*update))
+    ]
     bandwidth = read_bandwidth()
     for case in cases:
         case.run()
@@ -201,11 +263,11 @@ def main() -> None:
         if time.perf_counter() > stop:
             break
     print(f"{jax.devices()[0].device_kind}, {dtype.name}, read {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'case':52s} {'ms/layer':>9s} {'cpu ms':>8s} {'floor ms':>9s} {'ratio':>7s}")
+    print(f"{'case':58s} {'ms/layer':>9s} {'cpu ms':>8s} {'floor ms':>9s} {'ratio':>7s}")
     for case in cases:
         floor = case.bytes_per_layer / bandwidth * 1e3
         wall, cpu = (x / case.layers * 1e3 for x in (case.best, case.best_cpu))
-        print(f"{case.label:52s} {wall:9.3f} {cpu:8.3f} {floor:9.4f} {wall / floor:7.1f}")
+        print(f"{case.label:58s} {wall:9.3f} {cpu:8.3f} {floor:9.4f} {wall / floor:7.1f}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _GROUPS: dict[str, dict[str, str]] = {
     },
     "memory": {
         "gpu_memory_utilization": "fraction of the device's memory to use, in (0, 1]",
+        "kv_cache_dtype": "auto (the model's), float32, bfloat16, float16, or 8 bits: fp8 or int8",
         "kv_cache_memory_bytes": "size of the KV cache; accepts 512M, 2G, …",
         "num_gpu_blocks_override": "size of the KV cache in blocks",
         "block_size": "tokens per block of the KV cache",

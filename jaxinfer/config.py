@@ -58,6 +58,8 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
+    dtype: str | None = None
+    """Of keys and values: "float8_e4m3fn" and "int8" have a scale per kv head; None is the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,16 @@ _DTYPES = {
     "half": "float16",
 }
 
+_KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "int8": "int8",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
@@ -147,6 +159,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
     max_num_batched_tokens: int | None = None
@@ -179,6 +192,7 @@ class EngineArgs:
             )
         for name, known in (
             ("dtype", tuple(_DTYPES)),
+            ("kv_cache_dtype", tuple(_KV_CACHE_DTYPES)),
             ("load_format", ("auto", "safetensors", "gguf", "orbax", "dummy")),
             ("scheduling_policy", ("fcfs", "priority")),
             ("prefix_caching_hash_algo", ("sha256", "xxhash")),
@@ -228,6 +242,7 @@ class EngineArgs:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 prefix_caching_hash_algo=self.prefix_caching_hash_algo,
+                dtype=_KV_CACHE_DTYPES[self.kv_cache_dtype],
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

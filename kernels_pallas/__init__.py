@@ -1,7 +1,17 @@
 """Paged-attention operations for JAX, usable with plain arrays and without jaxinfer."""
 
+from kernels_pallas.add_rms_norm.api import add_rms_norm
 from kernels_pallas.kv_cache_update.api import kv_cache_update
+from kernels_pallas.mla_attention.api import mla_attention
+from kernels_pallas.mla_attention.cache_update import mla_cache_update
 from kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
 from kernels_pallas.rope_kv_cache_update.api import rope_kv_cache_update
 
-__all__ = ["kv_cache_update", "ragged_paged_attention", "rope_kv_cache_update"]
+__all__ = [
+    "add_rms_norm",
+    "kv_cache_update",
+    "mla_attention",
+    "mla_cache_update",
+    "ragged_paged_attention",
+    "rope_kv_cache_update",
+]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 class PlatformDispatch:
@@ -56,8 +57,20 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Call
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
-def _abstract_eval(*_: Any, out_types: tuple[Any, ...], **__: Any) -> list[jax.core.ShapedArray]:
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in out_types]
+def _abstract_eval(
+    *operands: jax.core.ShapedArray, out_types: tuple[Any, ...], **_: Any
+) -> list[jax.core.ShapedArray]:
+    # On the operands' mesh, as results of JAX's own operations are: types that differ in it alone would have a jitted
+    # function traced twice.
+    meshes = [operand.sharding.mesh for operand in operands]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+
+    def sharding(shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
+
+    return [
+        jax.core.ShapedArray(shape, dtype, sharding=sharding(shape)) for shape, dtype in out_types
+    ]
 
 
 def _lowering(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,14 @@ def traced_device_kind(platform: str) -> str | None:
     return device.device_kind if device.platform == platform else None
 
 
+def not_hopper() -> str | None:
+    """Why the kernels for compute capability 9.0 can't run on the device that is traced for, or None."""
+    kind = traced_device_kind("gpu")
+    if kind is None:
+        return "the device traced for is not a GPU of compute capability 9.0"
+    return None if hopper(kind) else f"{kind} does not have compute capability 9.0"
+
+
 def hopper(device_kind: str) -> bool:
     """Whether the kernels for compute capability 9.0 run there."""
     return any(name in device_kind.replace("-", " ").split() for name in _HOPPER)

@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAXINFER_CHECK_BATCHES", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # torch's threads spin while they wait: on a busy machine two of them take many times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

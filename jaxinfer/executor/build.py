@@ -6,6 +6,7 @@ import jax
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.executor.executor import MeshExecutor
+from jaxinfer.executor.kv_scales import SCALE_TENSORS, make_scales, scale_paths
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
 from jaxinfer.weights.dummy import dummy_leaves
@@ -22,15 +23,18 @@ def build_executor(
     """
 
     def load(decoder: FunctionalDecoder) -> list[jax.Array]:
+        scales = set(scale_paths(decoder))
+        weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in scales}
         if config.load.load_format == "dummy":
-            leaves = dummy_leaves(decoder.leaves, config.model.seed)
+            leaves = dummy_leaves(weights, config.model.seed)
         else:
             leaves = load_leaves(
                 reader,
                 model.checkpoint_plan(decoder.dims),
-                decoder.leaves,
-                ignored=model.ignored_tensors,
+                weights,
+                ignored=(*model.ignored_tensors, SCALE_TENSORS),
             )
+        leaves |= make_scales(decoder, leaves, reader)
         return [leaves[path] for path in decoder.leaves]
 
     return MeshExecutor(config, model.spec, load)

@@ -98,6 +98,7 @@ def measure(
     workload: dict[str, int],
     programs: list[str],
     num_layers: int | None = None,
+    kv_dtype: str | None = None,
 ) -> list[dict[str, Any]]:
     """Compile `programs` (see `PROGRAMS`) of a model and count.
 
@@ -106,6 +107,7 @@ def measure(
         target: The GPU, a name in `kernels_pallas.gpu_target.TARGETS`.
         workload: Fields of `Workload`.
         num_layers: Cut the model short.
+        kv_dtype: Of the KV cache; None for the model's.
     """
     config = model_config(model)
     if num_layers is not None:
@@ -113,7 +115,9 @@ def measure(
     work = Workload(**workload)
     mesh = device_mesh(target, tensor_parallel_size, MODEL_AXIS)
     description = describe_model(config)
-    decoder = FunctionalDecoder.create(description.spec, mesh, description.checkpoint_dtype)
+    decoder = FunctionalDecoder.create(
+        description.spec, mesh, description.checkpoint_dtype, kv_dtype
+    )
     return [_measure_program(decoder, target, work, program) for program in programs]
 
 
@@ -215,7 +219,7 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
     contexts = work.rows * work.context
     # The chunk's tokens see each other only as far as they have come.
     seen = (work.rows - 1) * work.context + chunk * work.context - chunk * (chunk - 1) // 2
-    kv_token = 2 * dims.num_kv_heads * spec.head_dim * item // devices
+    kv_token = 2 * dims.num_kv_heads * spec.head_dim * decoder.kv_dtype.itemsize // devices
     num_layers = len(spec.layers)
     heads = dims.num_kv_heads * dims.queries_per_kv // devices
     matmuls = [leaf for leaf in weights.values() if leaf.ndim > 1]

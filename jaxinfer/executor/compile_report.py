@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of the mixed step: one of each request but the last, whose chunk is the rest")  # fmt: skip
     add("--page-size", type=int, default=workload.page_size)
     add("--num-layers", type=int, help="cut the models short")
+    add(
+        "--kv-dtype",
+        choices=("bfloat16", "float16", "float8_e4m3fn", "int8"),
+        help="of the KV cache; default: the model's",
+    )
     add("--time-limit", type=float, default=300, help="seconds for one program")
     add("--output", type=Path, help="write the report here, as Markdown")
     return parser
@@ -104,6 +109,7 @@ def _run(
         "workload": asdict(work),
         "programs": [program],
         "num_layers": args.num_layers,
+        "kv_dtype": args.kv_dtype,
     }
     try:
         (result,) = run_job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -27,6 +28,9 @@ from jaxinfer.parallel.mesh import make_mesh, replicated
 
 logger = logging.getLogger(__name__)
 
+CHECK_BATCHES = "JAXINFER_CHECK_BATCHES"
+"""Environment variable: 1 checks every step's block tables and lengths on the host, to find a fault in the engine."""
+
 LoadLeaves = Callable[[FunctionalDecoder], list[jax.Array]]
 """Fills a decoder's leaves, each on its devices under its sharding, in the decoder's order."""
 
@@ -43,7 +47,10 @@ class MeshExecutor:
         self._cache = ProgramCache(num_threads=2)
         mesh = make_mesh(config.parallel.tensor_parallel_size)
         memory = kv_cache.device_memory(mesh.devices.flat[0])
-        decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype)
+        kv_dtype = config.cache.dtype
+        if (config.device, kv_dtype) == ("cpu", "float8_e4m3fn"):
+            kv_dtype = "uint8"  # its bits: see kernels_pallas.quantized_pages
+        decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype, kv_dtype)
         start = time.perf_counter()
         leaves = load(decoder)
         logger.info(
@@ -185,7 +192,13 @@ def _create_runner(
         last_tokens=jax.device_put(
             np.zeros(num_rows + 1, np.int32), replicated(programs.decoder.mesh)
         ),
-        batch=InputBatch(num_rows, config.max_blocks_per_seq, block_size, programs.ladder),
+        batch=InputBatch(
+            num_rows,
+            config.max_blocks_per_seq,
+            block_size,
+            programs.ladder,
+            programs.num_blocks if os.environ.get(CHECK_BATCHES) == "1" else None,
+        ),
         sampling_rows=SamplingRows(
             num_rows,
             programs.decoder.spec.vocab_size,

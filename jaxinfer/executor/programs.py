@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxinfer.config import LogprobsMode
 from jaxinfer.executor.buckets import BucketLadder, StepShape
+from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
@@ -157,7 +158,11 @@ class Programs:
         self.cache.compile_all(self._all_jobs(), progress)
 
     def lower_forward(self, shape: StepShape) -> jax.stages.Lowered:
-        return jax.jit(partial(forward_step, self.decoder, shape), donate_argnums=1).lower(
+        return jax.jit(
+            partial(forward_step, self.decoder, shape),
+            donate_argnums=1,
+            compiler_options=forward_options(self.decoder.mesh),
+        ).lower(
             list(self.decoder.leaves.values()),
             self.decoder.kv_cache_shapes(self.num_blocks, self.block_size),
             self._array((self.num_rows + 1,), np.int32),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.batch import RaggedBatch
-from jaxinfer.models.layers import constrain, leaf, linear, product_dtype
+from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype
 from jaxinfer.models.rope import Rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import partition_spec, tensor_parallel_size
 from kernels_pallas import ragged_paged_attention, rope_kv_cache_update
+from kernels_pallas.quantized_pages import quantized
 
 KVPages = tuple[jax.Array, jax.Array]
 """One layer's keys and values, each [num_pages, K, page_size, H]."""
@@ -28,6 +31,7 @@ class Attention(nnx.Module):
         dims: ShardedDims,
         mesh: Mesh,
         dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
         *,
         sliding_window: int | None,
     ):
@@ -42,30 +46,43 @@ class Attention(nnx.Module):
         if spec.qk_norm:
             self.q_norm = leaf((H,), (None,), dtype)
             self.k_norm = leaf((H,), (None,), dtype)
+        if quantized(kv_dtype):
+            self.k_scale = leaf((K,), ("kv_heads",), jnp.float32)
+            self.v_scale = leaf((K,), ("kv_heads",), jnp.float32)
+        self.quantized_cache = quantized(kv_dtype)
 
     def __call__(
         self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
     ) -> tuple[jax.Array, KVPages]:
-        """[T, E] -> [T, E], and the pages with the batch's keys and values written."""
+        """[T, E] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
         dtype = product_dtype(self.mesh, x_te.dtype)
         qkv = linear(x_te, self.qkv[...], dtype)  # [T, K, G+2, H]
         if self.spec.qkv_bias:
             qkv += self.qkv_bias[...].astype(dtype)
-        attended, kv_pages = self._attend(qkv, kv_pages, batch, rope)
-        out = linear(attended, self.o[...], dtype, num_in_axes=3)
+        attended, kv_pages = self._attend(qkv, kv_pages, batch, rope, x_te.dtype)
+        weight = self.o[...]
+        sizes = weight.shape[0], prod(weight.shape[1:])
+        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
+        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
         out = constrain(out, self.mesh, (None, "embed"))
         if self.spec.o_bias:
             out += self.o_bias[...].astype(dtype)
         return out, kv_pages
 
     def _attend(
-        self, qkv: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
+        self,
+        qkv: jax.Array,
+        kv_pages: KVPages,
+        batch: RaggedBatch,
+        rope: Rotation,
+        dtype: jnp.dtype,
     ) -> tuple[jax.Array, KVPages]:
         """Writes the keys and values, then attends, each device on its own kv heads: [T, K, G+2, H] -> [T, K, G, H]."""
         spec = self.spec
         norms = (self.q_norm[...], self.k_norm[...]) if spec.qk_norm else (None, None)
+        kv_scales = (self.k_scale[...], self.v_scale[...]) if self.quantized_cache else None
 
-        def attend(qkv, kv_pages, batch, rope, norms):
+        def attend(qkv, kv_pages, batch, rope, norms, kv_scales):
             q_tnh, kv_pages = rope_kv_cache_update(
                 qkv,
                 kv_pages,
@@ -73,9 +90,13 @@ class Attention(nnx.Module):
                 *rope,
                 q_norm=norms[0],
                 k_norm=norms[1],
+                kv_scales=kv_scales,
                 norm_eps=spec.norm_eps,
                 norm_weight_offset=spec.norm_weight_offset,
             )
+            if self.quantized_cache:
+                # Those of a CPU's float32 products are rounded as for a cache of the model's dtype.
+                q_tnh = q_tnh.astype(dtype)
             attended = ragged_paged_attention(
                 q_tnh,
                 kv_pages,
@@ -84,10 +105,11 @@ class Attention(nnx.Module):
                 batch.query_start_loc,
                 scale=spec.query_scale,
                 sliding_window=self.sliding_window,
+                kv_scales=kv_scales,
                 decode_only=batch.decode_only,
             )
             T, K, N, H = qkv.shape
-            return attended.reshape(T, K, N - 2, H), kv_pages
+            return attended.reshape(T, K, N - 2, H).astype(dtype), kv_pages
 
         if tensor_parallel_size(self.mesh) > 1:
             heads = partition_spec((None, "kv_heads", None, None))
@@ -96,8 +118,15 @@ class Attention(nnx.Module):
             attend = jax.shard_map(
                 attend,
                 mesh=self.mesh,
-                in_specs=(heads, (pages, pages), everywhere, everywhere, everywhere),
+                in_specs=(
+                    heads,
+                    (pages, pages),
+                    everywhere,
+                    everywhere,
+                    everywhere,
+                    partition_spec(("kv_heads",)),
+                ),
                 out_specs=(heads, (pages, pages)),
                 check_vma=False,
             )
-        return attend(qkv, kv_pages, batch, rope, norms)
+        return attend(qkv, kv_pages, batch, rope, norms, kv_scales)

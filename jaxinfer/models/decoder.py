@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.attention import Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
-from jaxinfer.models.layers import GatedMlp, constrain, leaf, linear, rms_norm
+from jaxinfer.models.layers import GatedMlp, add_rms_norm, constrain, leaf, linear, rms_norm
 from jaxinfer.models.rope import Rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
@@ -27,15 +27,16 @@ class DecoderLayer(nnx.Module):
         dims: ShardedDims,
         mesh: Mesh,
         dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
         *,
         sliding_window: int | None,
     ):
         def norm() -> nnx.Param:
             return leaf((spec.embed_dim,), ("embed",), dtype)
 
-        self.spec = spec
+        self.spec, self.mesh = spec, mesh
         self.attention_norm = norm()
-        self.attention = Attention(spec, dims, mesh, dtype, sliding_window=sliding_window)
+        self.attention = Attention(spec, dims, mesh, dtype, kv_dtype, sliding_window=sliding_window)
         self.mlp_norm = norm()
         self.mlp = GatedMlp(spec, dims, mesh, dtype)
         if spec.post_norms:
@@ -43,21 +44,29 @@ class DecoderLayer(nnx.Module):
             self.mlp_post_norm = norm()
 
     def __call__(
-        self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
-    ) -> tuple[jax.Array, KVPages]:
-        dtype = x_te.dtype
+        self,
+        x_te: jax.Array,
+        h_te: jax.Array,
+        next_norm: jax.Array,
+        kv_pages: KVPages,
+        batch: RaggedBatch,
+        rope: Rotation,
+    ) -> tuple[jax.Array, jax.Array, KVPages]:
+        """The residual stream, its norm for whoever comes next (of weight `next_norm`), and the pages.
 
-        h_te = rms_norm(x_te, self.attention_norm[...], self.spec).astype(dtype)
-        h_te, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+        Args:
+            h_te: `x_te` after `attention_norm`. Each addition and the norm that follows it are one operation, so that a
+                layer ends with the next one's first norm.
+        """
+        norm = partial(add_rms_norm, self.spec, self.mesh)
+        post_norms = (None, None)
         if self.spec.post_norms:
-            h_te = rms_norm(h_te, self.attention_post_norm[...], self.spec)
-        x_te = x_te + h_te.astype(dtype)
+            post_norms = self.attention_post_norm[...], self.mlp_post_norm[...]
 
-        h_te = rms_norm(x_te, self.mlp_norm[...], self.spec).astype(dtype)
-        h_te = self.mlp(h_te)
-        if self.spec.post_norms:
-            h_te = rms_norm(h_te, self.mlp_post_norm[...], self.spec)
-        return x_te + h_te.astype(dtype), kv_pages
+        update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+        x_te, h_te = norm(x_te, update, self.mlp_norm[...], post_norms[0])
+        x_te, h_te = norm(x_te, self.mlp(h_te), next_norm, post_norms[1])
+        return x_te, h_te, kv_pages
 
 
 @partial(jax.jit, static_argnums=0)
@@ -65,23 +74,32 @@ def _run_layer(
     graphdef: nnx.GraphDef[DecoderLayer],
     state: nnx.State,
     x_te: jax.Array,
+    h_te: jax.Array,
+    next_norm: jax.Array,
     kv_pages: KVPages,
     batch: RaggedBatch,
     rope: Rotation,
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """One layer as a function of its own: layers with equal graphdefs are traced and lowered once per step."""
-    return nnx.merge(graphdef, state)(x_te, kv_pages, batch, rope)
+    return nnx.merge(graphdef, state)(x_te, h_te, next_norm, kv_pages, batch, rope)
 
 
 class Decoder(nnx.Module):
     """Token ids to hidden states, hidden states to logits. Leaves are zeros until a checkpoint fills them."""
 
-    def __init__(self, spec: DecoderSpec, dims: ShardedDims, mesh: Mesh, dtype: jnp.dtype):
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dims: ShardedDims,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
+    ):
         E, V = spec.embed_dim, dims.vocab_size
         self.spec, self.mesh = spec, mesh
         self.embed = leaf((V, E), ("vocab", "embed"), dtype)
         self.layers = nnx.List(
-            DecoderLayer(spec, dims, mesh, dtype, sliding_window=layer.sliding_window)
+            DecoderLayer(spec, dims, mesh, dtype, kv_dtype, sliding_window=layer.sliding_window)
             for layer in spec.layers
         )
         self.norm = leaf((E,), ("embed",), dtype)
@@ -97,14 +115,17 @@ class Decoder(nnx.Module):
         ropes = {
             rope: rotation(rope, batch.positions) for rope in {a.rope for a in self.spec.layers}
         }
+        norms = [layer.attention_norm[...] for layer in self.layers] + [self.norm[...]]
+        h_te = rms_norm(x_te, norms[0], self.spec).astype(x_te.dtype)
         updated = []
-        for layer, attention, kv_pages in zip(self.layers, self.spec.layers, kv_cache, strict=True):
-            graphdef, state = nnx.split(layer)
-            x_te, kv_pages = _run_layer(
-                graphdef, state, x_te, kv_pages, batch, ropes[attention.rope]
+        for i, (attention, kv_pages) in enumerate(zip(self.spec.layers, kv_cache, strict=True)):
+            graphdef, state = nnx.split(self.layers[i])
+            x_te, h_te, kv_pages = _run_layer(
+                graphdef, state, x_te, h_te, norms[i + 1], kv_pages, batch, ropes[attention.rope]
             )
             updated.append(kv_pages)
-        return rms_norm(x_te, self.norm[...], self.spec).astype(x_te.dtype), tuple(updated)
+        # Without a use of the stream JAX would lower the last layer apart from its equals, without that result.
+        return jax.lax.optimization_barrier((h_te, x_te))[0], tuple(updated)
 
     def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:
         """[N, E] -> [N, vocab_size] float32."""

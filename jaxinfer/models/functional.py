@@ -30,24 +30,32 @@ class FunctionalDecoder:
     dims: ShardedDims
     mesh: Mesh
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype
     graphdef: nnx.GraphDef[Decoder]
     treedef: jax.tree_util.PyTreeDef
     leaves: dict[LeafPath, jax.ShapeDtypeStruct]
 
     @classmethod
-    def create(cls, spec: DecoderSpec, mesh: Mesh, dtype: jnp.dtype | str) -> FunctionalDecoder:
-        """Builds the module tree for `mesh` without allocating anything."""
+    def create(
+        cls,
+        spec: DecoderSpec,
+        mesh: Mesh,
+        dtype: jnp.dtype | str,
+        kv_dtype: jnp.dtype | str | None = None,
+    ) -> FunctionalDecoder:
+        """Builds the module tree for `mesh` without allocating anything. `kv_dtype`: the cache's, None for `dtype`."""
         dims = ShardedDims.create(spec, tensor_parallel_size(mesh))
         dtype = jnp.dtype(dtype)
-        module = nnx.eval_shape(lambda: Decoder(spec, dims, mesh, dtype))
+        kv_dtype = jnp.dtype(kv_dtype or dtype)
+        module = nnx.eval_shape(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype))
         graphdef, state = nnx.split(module)
         leaves = {
             tuple(map(str, path)): jax.ShapeDtypeStruct(
-                param.shape, dtype, sharding=named_sharding(mesh, param.logical_axes)
+                param.shape, param.dtype, sharding=named_sharding(mesh, param.logical_axes)
             )
             for path, param in nnx.to_flat_state(state)
         }
-        return cls(spec, dims, mesh, dtype, graphdef, jax.tree.structure(state), leaves)
+        return cls(spec, dims, mesh, dtype, kv_dtype, graphdef, jax.tree.structure(state), leaves)
 
     def forward(
         self, leaves: Sequence[jax.Array], batch: RaggedBatch, kv_cache: KVCache
@@ -71,5 +79,5 @@ class FunctionalDecoder:
         """Shape, dtype and sharding of the cache: per layer keys and values, [num_pages, K, page_size, H]."""
         shape = (num_pages, self.dims.num_kv_heads, page_size, self.spec.head_dim)
         sharding = named_sharding(self.mesh, KV_PAGES_AXES)
-        pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+        pages = jax.ShapeDtypeStruct(shape, self.kv_dtype, sharding=sharding)
         return ((pages, pages),) * len(self.spec.layers)

@@ -236,6 +236,7 @@ class Metrics(Collector):
         values = {
             **self._labels,
             "block_size": str(self._config.cache.block_size),
+            "cache_dtype": self._config.cache.dtype or self._config.model.dtype,
             "num_gpu_blocks": str(self._num_blocks),
             "gpu_memory_utilization": str(self._config.cache.gpu_memory_utilization),
         }

@@ -7,16 +7,19 @@ import logging
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from kernels_pallas.quantized_pages import KVScales, check_kv_scales
 from kernels_pallas.ragged_paged_attention import reference, xla
 from kernels_pallas.ragged_paged_attention.check import (
     check_arrays,
-    check_kv_scales,
+    check_batch,
     check_options,
     check_sinks,
 )
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import unsupported
-from kernels_pallas.trace_target import hopper, traced_device_kind
+from kernels_pallas.trace_target import not_hopper, traced_device_kind
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     causal: bool = True,
     sinks: jax.Array | None = None,
-    kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    kv_scales: KVScales | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
     implementation: str | None = None,
@@ -62,8 +65,9 @@ def ragged_paged_attention(
 
     Args:
         q_tnh: [T, N, H] queries, the tokens of a request adjacent and in order.
-        kv_pages: keys and values, each [num_pages, K, S, H] with q's dtype, or float8_e4m3fn or int8 with
-            `kv_scales`. They already hold the keys and values of the tokens in q.
+        kv_pages: keys and values, each [num_pages, K, S, H] with q's dtype, or with `kv_scales`
+            float8_e4m3fn, int8, or uint8 for float8_e4m3fn as bits (on CPUs: there XLA converts
+            float8_e4m3fn pages to float16 as a whole). They already hold the keys and values of the tokens in q.
         block_tables: [R, P] int32, the pages of each request in order; entries past the request's
             length are read by nobody but must be valid page numbers.
         seq_lens: [R] int32, context length including the request's tokens in q; 0 for unused rows.
@@ -93,7 +97,8 @@ def ragged_paged_attention(
         is -inf for tokens that see nothing or belong to no request.
 
     Raises:
-        ValueError: an argument's shape, dtype or value is not one of the above.
+        ValueError: an argument's shape, dtype or value is not one of the above. The numbers in block_tables, seq_lens
+            and query_start_loc can be looked at outside of jit only.
     """
     check_arrays(q_tnh, kv_pages, block_tables, seq_lens, query_start_loc, decode_only)
     check_options(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, causal=causal)
@@ -102,6 +107,15 @@ def ragged_paged_attention(
     if implementation is not None and implementation not in _BACKENDS:
         raise ValueError(
             f"implementation must be one of {sorted(_BACKENDS)} or None, got {implementation!r}"
+        )
+    integers = (block_tables, seq_lens, query_start_loc)
+    if not any(isinstance(x, jax.core.Tracer) for x in integers):
+        check_batch(
+            *map(np.asarray, integers),
+            num_pages=kv_pages[0].shape[0],
+            page_size=kv_pages[0].shape[2],
+            num_tokens=q_tnh.shape[0],
+            causal=causal,
         )
     options = {
         "scale": scale,
@@ -119,17 +133,17 @@ def ragged_paged_attention(
 
         return call
 
-    arrays = (q_tnh, kv_pages, block_tables, seq_lens, query_start_loc, sinks, kv_scales)
-    if implementation is not None:
-        return run(_BACKENDS[implementation])(*arrays)
-    kernel = run(xla.ragged_paged_attention)
-    kind = traced_device_kind("gpu")
-    if kind is None:
+    arrays = jax.tree.map(jnp.asarray, (q_tnh, kv_pages, *integers, sinks, kv_scales))
+    kernel = run(_BACKENDS[implementation or "xla"])
+    if implementation in ("xla", "reference"):
         return kernel(*arrays)
-    if hopper(kind):
-        reason = unsupported(q_tnh, kv_pages[0])
-    else:
-        reason = f"{kind} does not have compute capability 9.0"
+    if implementation is None and traced_device_kind("gpu") is None:
+        return kernel(*arrays)
+    reason = unsupported(q_tnh, kv_pages[0]) or not_hopper()
+    if implementation == "mosaic_gpu":
+        if reason is not None:
+            raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
+        return kernel(*arrays)
     if reason is not None:
         _log_once(f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
         return kernel(*arrays)

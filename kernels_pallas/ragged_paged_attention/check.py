@@ -6,9 +6,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.quantized_pages import LARGEST, quantized
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
 
 
 def check_arrays(
@@ -62,10 +64,10 @@ def _check_queries_and_pages(q_tnh: jax.Array, kv_pages: tuple[jax.Array, jax.Ar
                 f"kv_pages: {name} must have shape [num_pages, K, page_size, {head_size}] "
                 f"(the head size of q_tnh {q_tnh.shape}), got {pages.shape}"
             )
-        if pages.dtype != q_tnh.dtype and pages.dtype.name not in QUANTIZED_DTYPES:
+        if pages.dtype != q_tnh.dtype and not quantized(pages.dtype):
             raise ValueError(
                 f"kv_pages: {name} must have q_tnh's dtype {q_tnh.dtype} or one of "
-                f"{QUANTIZED_DTYPES}, got {pages.dtype}"
+                f"{tuple(LARGEST)}, got {pages.dtype}"
             )
     k_pages, v_pages = kv_pages
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
@@ -78,6 +80,61 @@ def _check_queries_and_pages(q_tnh: jax.Array, kv_pages: tuple[jax.Array, jax.Ar
             f"q_tnh {q_tnh.shape} has {num_heads} query heads, which is not a multiple of the "
             f"{k_pages.shape[1]} kv heads of kv_pages {k_pages.shape}"
         )
+
+
+def check_batch(
+    block_tables: np.ndarray,
+    seq_lens: np.ndarray,
+    query_start_loc: np.ndarray,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_tokens: int,
+    causal: bool = True,
+) -> None:
+    """Raises `ValueError` for numbers in a batch's arrays that would be read past what there is.
+
+    Args:
+        block_tables, seq_lens, query_start_loc: [R, P], [R] and [R + 1], as attention gets them.
+        num_pages, page_size: of the pages.
+        num_tokens: T, the queries' tokens.
+        causal: as attention gets it; otherwise a request may have more tokens than its context.
+    """
+    if block_tables.size and not 0 <= block_tables.min() <= block_tables.max() < num_pages:
+        row, place = _first((block_tables < 0) | (block_tables >= num_pages))
+        raise ValueError(
+            f"block_tables must hold pages from 0 to {num_pages - 1}, got "
+            f"{block_tables[row, place]} at [{row}, {place}]"
+        )
+    capacity = block_tables.shape[1] * page_size
+    if seq_lens.size and not 0 <= seq_lens.min() <= seq_lens.max() <= capacity:
+        (row,) = _first((seq_lens < 0) | (seq_lens > capacity))
+        raise ValueError(
+            f"seq_lens must be from 0 to {capacity} ({block_tables.shape[1]} pages of {page_size}), "
+            f"got {seq_lens[row]} at [{row}]"
+        )
+    query_lens = np.diff(query_start_loc)
+    if query_lens.size and query_lens.min() < 0:
+        (row,) = _first(query_lens < 0)
+        raise ValueError(
+            f"query_start_loc must not decrease, got {query_start_loc[row]} and then "
+            f"{query_start_loc[row + 1]} at [{row}]"
+        )
+    if query_start_loc[0] < 0 or query_start_loc[-1] > num_tokens:
+        raise ValueError(
+            f"query_start_loc must be from 0 to {num_tokens} (the tokens of q_tnh), got "
+            f"{query_start_loc[0]} to {query_start_loc[-1]}"
+        )
+    if causal and (query_lens > seq_lens).any():
+        (row,) = _first(query_lens > seq_lens)
+        raise ValueError(
+            f"seq_lens must count a request's own tokens: row {row} has {query_lens[row]} in "
+            f"query_start_loc, and {seq_lens[row]} in seq_lens"
+        )
+
+
+def _first(wrong: np.ndarray) -> list[int]:
+    return np.argwhere(wrong)[0].tolist()
 
 
 def check_options(
@@ -104,29 +161,3 @@ def check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
             f"sinks must be float32 [{num_heads}] (the query heads), "
             f"got {sinks.dtype} {sinks.shape}"
         )
-
-
-def check_kv_scales(
-    kv_scales: tuple[jax.Array, jax.Array] | None, kv_pages: tuple[jax.Array, jax.Array]
-) -> None:
-    """Raises `ValueError` unless 8-bit pages, and only they, have their scales."""
-    k_pages = kv_pages[0]
-    quantized = k_pages.dtype.name in QUANTIZED_DTYPES
-    if kv_scales is None:
-        if quantized:
-            raise ValueError(f"kv_scales must be given for pages of {k_pages.dtype}, got None")
-        return
-    if not quantized:
-        raise ValueError(
-            f"kv_scales must be None unless the pages have one of {QUANTIZED_DTYPES}, "
-            f"got scales and pages of {k_pages.dtype}"
-        )
-    if len(kv_scales) != 2:
-        raise ValueError(f"kv_scales must be a pair (k_scale, v_scale), got {len(kv_scales)} items")
-    num_kv_heads = k_pages.shape[1]
-    for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
-        if scale.shape != (num_kv_heads,) or scale.dtype != jnp.float32:
-            raise ValueError(
-                f"kv_scales: {name} must be float32 [{num_kv_heads}] (kv heads of kv_pages "
-                f"{k_pages.shape}), got {scale.dtype} {scale.shape}"
-            )

@@ -27,7 +27,12 @@ def ragged_paged_attention(
 
     Computes in float32 (float64 if q is), whatever the dtype of the inputs.
     """
-    k_pages, v_pages = kv_pages
+    k_pages, v_pages = (
+        jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn)
+        if pages.dtype == jnp.uint8
+        else pages
+        for pages in kv_pages
+    )
     _, num_kv_heads, _, head_size = k_pages.shape
     num_heads = q_tnh.shape[1]
     dtype = jnp.promote_types(q_tnh.dtype, jnp.float32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.quantized_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_decode import decode_attention
-from kernels_pallas.ragged_paged_attention.xla_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_prefill import prefill_attention
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.quantized_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     TOKENS_PER_CHUNK,
-    KVScales,
     accumulator,
     log_sum_exp,
     pad_block_tables,

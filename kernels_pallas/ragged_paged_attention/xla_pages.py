@@ -10,8 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-KVScales = tuple[jax.Array, jax.Array]
-"""Of keys and of values, each [K]: what a number in the pages is multiplied by."""
+from kernels_pallas.quantized_pages import KVScales, widen
 
 MASKED = -1e30
 """Score of a slot that may not be seen: finite, so that differences of two of them are not NaN."""
@@ -54,7 +53,8 @@ def read_slots(
     data = rows.at[row_bkc].get(mode="promise_in_bounds")
     slot_in_page = jnp.arange(page_size * head_size, dtype=jnp.int32) // head_size
     slot = jnp.arange(run_pages, dtype=jnp.int32)[:, None] * page_size + slot_in_page
-    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0).astype(dtype)
+    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0)
+    data = widen(data, dtype)
     return data.reshape(num_runs, num_kv_heads, run_pages * page_size, head_size)
 
 

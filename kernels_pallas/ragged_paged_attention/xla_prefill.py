@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.quantized_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
-    KVScales,
     accumulator,
     log_sum_exp,
     pad_block_tables,

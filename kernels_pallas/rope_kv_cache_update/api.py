@@ -11,18 +11,34 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.platform_dispatch import PlatformDispatch
+from kernels_pallas.quantized_pages import KVScales, check_kv_scales
 from kernels_pallas.rope_kv_cache_update import reference, xla
+from kernels_pallas.trace_target import not_hopper
 
 KVPages = tuple[jax.Array, jax.Array]
 
 logger = logging.getLogger(__name__)
 
 
-def _mosaic_gpu(*args: Any, **options: Any) -> tuple[jax.Array, KVPages]:
+def _mosaic_gpu(
+    qkv: jax.Array,
+    kv_pages: KVPages,
+    slot_mapping: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_norm: jax.Array | None,
+    *args: Any,
+    **options: Any,
+) -> tuple[jax.Array, KVPages]:
     # Imported where it is used: Pallas takes a CPU-only process a second.
-    from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+    from kernels_pallas.rope_kv_cache_update import mosaic_gpu, mosaic_gpu_config
 
-    return mosaic_gpu.rope_kv_cache_update(*args, **options)
+    mosaic_gpu_config.config_for(qkv, kv_pages, cos, q_norm)
+    if (reason := not_hopper()) is not None:
+        raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
+    return mosaic_gpu.rope_kv_cache_update(
+        qkv, kv_pages, slot_mapping, cos, sin, q_norm, *args, **options
+    )
 
 
 def _on_cuda(
@@ -33,17 +49,21 @@ def _on_cuda(
     sin: jax.Array,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
+    kv_scales: KVScales | None,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
-    from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+    run, reason = xla.rope_kv_cache_update, not_hopper()
+    if reason is None:
+        from kernels_pallas.rope_kv_cache_update import mosaic_gpu, mosaic_gpu_config
 
-    run = mosaic_gpu.rope_kv_cache_update
-    try:
-        mosaic_gpu.config_for(qkv, kv_pages, cos, q_norm)
-    except ValueError as error:
-        _log_once(f"rope_kv_cache_update runs as XLA operations: {error}.")
-        run = xla.rope_kv_cache_update
-    return run(qkv, kv_pages, slot_mapping, cos, sin, q_norm, k_norm, **options)
+        try:
+            mosaic_gpu_config.config_for(qkv, kv_pages, cos, q_norm)
+            run = mosaic_gpu.rope_kv_cache_update
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        _log_once(f"rope_kv_cache_update runs as XLA operations: {reason}.")
+    return run(qkv, kv_pages, slot_mapping, cos, sin, q_norm, k_norm, kv_scales, **options)
 
 
 @functools.cache
@@ -68,6 +88,7 @@ def rope_kv_cache_update(
     *,
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
+    kv_scales: KVScales | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
     implementation: str | None = None,
@@ -85,13 +106,16 @@ def rope_kv_cache_update(
         cos, sin: [T, D / 2] float32. Element i of a head is rotated against element i + D / 2; those from D on pass
             unrotated.
         q_norm, k_norm: [H] weights of an RMS norm of each head before the rotation; both or neither.
+        kv_scales: (k_scale, v_scale), each [K] float32, for float8_e4m3fn, uint8 (the same as bits, for CPUs) and int8
+            pages and only for them: the pages hold new / scale to the nearest, ties to even, saturated at 448 and 127. NaN stays NaN in float8_e4m3fn and
+            becomes 0 in int8.
         norm_eps: added to the mean square.
         norm_weight_offset: added to the norms' weights (1 where they are stored as differences from one).
         implementation: "mosaic_gpu", "reference" or "xla"; None picks by the platform that the program is lowered for
-            and by shape. Arithmetic is float32, "mosaic_gpu" rounds `qkv` to the pages' dtype before it.
+            and by shape. Arithmetic is float32, "mosaic_gpu" rounds `qkv` to the pages' dtype before it unless that has 8 bits.
 
     Returns:
-        The queries [T, K * G, H] in the pages' dtype, and the pair of pages.
+        The queries [T, K * G, H] in the pages' dtype (`qkv`'s where the pages have 8 bits), and the pair of pages.
 
     Raises:
         ValueError: an argument's shape, dtype or value is not one of the above.
@@ -119,6 +143,7 @@ def rope_kv_cache_update(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (head_size,):
             raise ValueError(f"{name} must have shape [{head_size}], got {weight.shape}")
+    check_kv_scales(kv_scales, kv_pages)
     if not (math.isfinite(norm_eps) and norm_eps >= 0):
         raise ValueError(f"norm_eps must be finite and not negative, got {norm_eps}")
     if implementation is not None and implementation not in _BACKENDS:
@@ -134,6 +159,7 @@ def rope_kv_cache_update(
         sin,
         q_norm,
         k_norm,
+        kv_scales,
         norm_eps=norm_eps,
         norm_weight_offset=norm_weight_offset,
     )

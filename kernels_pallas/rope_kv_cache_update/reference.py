@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.kv_cache_update.reference import quantize
+
 KVPages = tuple[jax.Array, jax.Array]
 
 
@@ -17,6 +19,7 @@ def rope_kv_cache_update(
     sin: jax.Array,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
+    kv_scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     norm_eps: float,
     norm_weight_offset: float,
@@ -26,7 +29,8 @@ def rope_kv_cache_update(
     num_queries = group - 2
     k_pages, v_pages = (np.array(pages) for pages in kv_pages)
     dtype, page_size = k_pages.dtype, k_pages.shape[2]
-    q_tnh = np.zeros((num_tokens, num_kv_heads * num_queries, head_size), dtype)
+    q_dtype = dtype if kv_scales is None else np.asarray(qkv).dtype
+    q_tnh = np.zeros((num_tokens, num_kv_heads * num_queries, head_size), q_dtype)
 
     def head(vector: np.ndarray, weight: jax.Array | None, token: int) -> np.ndarray:
         x = vector.astype(np.float64)
@@ -38,7 +42,12 @@ def rope_kv_cache_update(
         ):
             j = i + cos.shape[1]
             x[i], x[j] = x[i] * c - x[j] * s, x[j] * c + x[i] * s
-        return x.astype(dtype)
+        return x
+
+    def stored(x: np.ndarray, index: int, kv_head: int) -> np.ndarray:
+        if kv_scales is None:
+            return x.astype(dtype)
+        return quantize(x, np.asarray(kv_scales[index])[kv_head], dtype)
 
     for token, slot in enumerate(np.asarray(slot_mapping).tolist()):
         page, offset = divmod(slot, page_size)
@@ -46,7 +55,7 @@ def rope_kv_cache_update(
             heads = np.asarray(qkv[token, kv_head])
             for query in range(num_queries):
                 row = kv_head * num_queries + query
-                q_tnh[token, row] = head(heads[query], q_norm, token)
-            k_pages[page, kv_head, offset] = head(heads[-2], k_norm, token)
-            v_pages[page, kv_head, offset] = heads[-1].astype(dtype)
+                q_tnh[token, row] = head(heads[query], q_norm, token).astype(q_dtype)
+            k_pages[page, kv_head, offset] = stored(head(heads[-2], k_norm, token), 0, kv_head)
+            v_pages[page, kv_head, offset] = stored(heads[-1], 1, kv_head)
     return jnp.asarray(q_tnh), (jnp.asarray(k_pages), jnp.asarray(v_pages))

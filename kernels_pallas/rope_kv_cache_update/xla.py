@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.kv_cache_update import xla as kv_cache_update
+from kernels_pallas.quantized_pages import KVScales
 
 KVPages = tuple[jax.Array, jax.Array]
 
@@ -18,24 +19,32 @@ def rope_kv_cache_update(
     sin: jax.Array,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
+    kv_scales: KVScales | None = None,
     *,
     norm_eps: float,
     norm_weight_offset: float,
 ) -> tuple[jax.Array, KVPages]:
     """See `api.rope_kv_cache_update`."""
     num_tokens, num_kv_heads, group, head_size = qkv.shape
-    dtype = kv_pages[0].dtype
+    # Keys for 8-bit pages are rounded once, there.
+    dtype = kv_pages[0].dtype if kv_scales is None else qkv.dtype
+    kv_dtype = dtype if kv_scales is None else jnp.float32
     q_tkgh, k_tkh, v_tkh = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
 
-    def prepared(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def prepared(x: jax.Array, weight: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
         x = x.astype(jnp.float32)
         if weight is not None:
             x = rms_norm(x, weight, norm_eps, norm_weight_offset)
         return rotate(x, cos, sin).astype(dtype)
 
-    q_tnh = prepared(q_tkgh, q_norm).reshape(num_tokens, num_kv_heads * (group - 2), head_size)
+    q_tkgh = prepared(q_tkgh, q_norm, dtype)
+    q_tnh = q_tkgh.reshape(num_tokens, num_kv_heads * (group - 2), head_size)
     kv_pages = kv_cache_update.kv_cache_update(
-        kv_pages, prepared(k_tkh, k_norm), v_tkh.astype(dtype), slot_mapping
+        kv_pages,
+        prepared(k_tkh, k_norm, kv_dtype),
+        v_tkh.astype(kv_dtype),
+        slot_mapping,
+        kv_scales,
     )
     return q_tnh, kv_pages
 

@@ -14,7 +14,7 @@ from kernels_pallas import ragged_paged_attention
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 MAX_ROWS = 6
-QUANTIZED = {"float8_e4m3fn": 60.0, "int8": 40.0}
+QUANTIZED = {"float8_e4m3fn": 60.0, "uint8": 60.0, "int8": 40.0}
 """Spread of the numbers in pages of each type."""
 
 
@@ -53,11 +53,16 @@ class Batch:
     kv_scales: tuple[np.ndarray, np.ndarray] | None
     kv_dtype: str | None
 
+    def numbers(self, pages: np.ndarray, dtype: str) -> jax.Array:
+        """As rounded for the cache, before they are taken as bits."""
+        kv_dtype = "float8_e4m3fn" if self.kv_dtype == "uint8" else self.kv_dtype
+        return jnp.asarray(pages, kv_dtype or dtype)
+
     def arrays(self, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments and those by keyword."""
-        pages = tuple(
-            jnp.asarray(pages, self.kv_dtype or dtype) for pages in (self.k_pages, self.v_pages)
-        )
+        pages = tuple(self.numbers(pages, dtype) for pages in (self.k_pages, self.v_pages))
+        if self.kv_dtype == "uint8":
+            pages = tuple(jax.lax.bitcast_convert_type(x, jnp.uint8) for x in pages)
         integers = (self.block_tables, self.seq_lens, self.query_start_loc)
         keywords = jax.tree.map(jnp.asarray, {"sinks": self.sinks, "kv_scales": self.kv_scales})
         return (jnp.asarray(self.q, dtype), pages, *map(jnp.asarray, integers)), keywords
@@ -111,10 +116,12 @@ def make_batch(
 
 def oracle(batch: Batch, geometry: Geometry, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """One request and kv head at a time, from the arrays as rounded to the dtypes under test: results and log-sum-exps."""
-    (q_rounded, pages, *_), _ = batch.arrays(dtype)
-    q, k_pages, v_pages = (
-        np.asarray(x.astype(jnp.float32), np.float64) for x in (q_rounded, *pages)
+    rounded = (
+        jnp.asarray(batch.q, dtype),
+        batch.numbers(batch.k_pages, dtype),
+        batch.numbers(batch.v_pages, dtype),
     )
+    q, k_pages, v_pages = (np.asarray(x.astype(jnp.float32), np.float64) for x in rounded)
     size, group = geometry.page_size, geometry.group
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
     for row, seq_len in enumerate(batch.seq_lens):

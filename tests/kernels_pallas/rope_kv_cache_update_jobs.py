@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import rope_kv_cache_update
+from kernels_pallas.quantized_pages import LARGEST
 
 EPS = 1e-5
 NUM_PAGES = 6
@@ -31,7 +32,7 @@ FAULTS = {
         "first * cos - second * sin, second * cos + first * sin",
         "first * cos + second * sin, second * cos - first * sin",
     ),
-    "sine for cosine": ("cos, sin = over(cos, half, 1), over(sin", "sin, cos = over(cos, half, 1), over(sin"),
+    "sine for cosine": ("for x in (cos, sin))", "for x in (sin, cos))"),
     "keys normed with the queries' weights": ("norm_refs or", "norm_refs[:1] * 2 or"),
     "values not waited for": ("plgpu.barrier_wait(v_barrier)", "pass"),
     "queries and keys not waited for": ("plgpu.barrier_wait(qk_barrier)", "pass"),
@@ -40,16 +41,29 @@ FAULTS = {
 }  # fmt: skip
 """What is replaced in the kernel's source, and by what."""
 
+QUANTIZED_FAULTS = {
+    "values scaled as keys": ("parts, scale_refs[1])", "parts, scale_refs[0])"),
+    "scale of another head": ("scale_ref[kv_head], scale", "scale_ref[0], scale"),
+    "values of the first round only": ("narrow[1], rows, parts", "narrow[1], pl.ds(0, rows.size), parts"),
+    "converted numbers not committed": ("plgpu.commit_smem()", "pass"),
+}  # fmt: skip
+"""The same on the way into 8-bit pages."""
+
 
 def inputs(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Random arguments of the operation as numpy arrays, and its options. The last token is padding in page 0."""
     rng = np.random.default_rng(seed)
     T, K, G, H = (case[name] for name in ("tokens", "kv_heads", "queries", "head_size"))
     S, dtype = case["page_size"], jnp.dtype(case.get("dtype", "bfloat16"))
+    kv_dtype = case.get("kv_dtype")
     rotated = case.get("rotated", H)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(dtype)
+
+    def page_numbers() -> np.ndarray:
+        numbers = rng.normal(size=(NUM_PAGES, K, S, H))
+        return (numbers * 20).astype(kv_dtype) if kv_dtype else numbers.astype(dtype)
 
     slots = S + rng.choice((NUM_PAGES - 1) * S, T, replace=False)
     slots[-1] = 3 % S
@@ -57,20 +71,26 @@ def inputs(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, ...], dict[s
     norms = (normal(H), normal(H)) if case.get("norm") else (None, None)
     args = (
         normal(T, K, G + 2, H),
-        (normal(NUM_PAGES, K, S, H), normal(NUM_PAGES, K, S, H)),
+        (page_numbers(), page_numbers()),
         slots.astype(np.int32),
         np.cos(angles).astype(np.float32),
         np.sin(angles).astype(np.float32),
     )
     options = {"norm_eps": EPS, "norm_weight_offset": case.get("norm_weight_offset", 0.0)}
-    return (*args, *norms), options
+    scales = None
+    if kv_dtype:
+        # Numbers beyond 1.5 to 4 standard deviations saturate.
+        scales = tuple(
+            rng.uniform(1.5, 4, K).astype(np.float32) / LARGEST[kv_dtype] for _ in range(2)
+        )
+    return (*args, *norms, scales), options
 
 
 def expected(
     args: tuple[Any, ...], norm_eps: float, norm_weight_offset: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """In float64, nothing rounded: queries and both caches."""
-    qkv, (k_pages, v_pages), slots, cos, sin, q_norm, k_norm = args
+    """In float64, nothing rounded: queries and both caches, 8-bit ones with what their numbers should have been."""
+    qkv, (k_pages, v_pages), slots, cos, sin, q_norm, k_norm, kv_scales = args
     x = qkv.astype(np.float64)
     T, _, N, H = x.shape
     half, S = cos.shape[1], k_pages.shape[2]
@@ -84,13 +104,25 @@ def expected(
     x[:, :, :-1, :half] = turned.real[:, :, :-1]
     x[:, :, :-1, half : 2 * half] = turned.imag[:, :, :-1]
     pages = [p.astype(np.float64) for p in (k_pages, v_pages)]
-    for p, new in zip(pages, (x[:, :, -2], x[:, :, -1]), strict=True):
+    for i, (p, new) in enumerate(zip(pages, (x[:, :, -2], x[:, :, -1]), strict=True)):
+        if kv_scales is not None:
+            largest = LARGEST[k_pages.dtype.name]
+            new = np.clip(new / kv_scales[i].astype(np.float64)[:, None], -largest, largest)
         p[slots // S, :, slots % S] = new
     return x[:, :, :-2].reshape(T, -1, H), *pages
 
 
+def half_steps(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Half the distance between the numbers around x that an 8-bit type has."""
+    if dtype == "int8":
+        return np.full_like(x, 0.5)
+    exponent = np.frexp(np.maximum(np.abs(x), 2.0**-6))[1] - 1
+    return 2.0 ** (exponent - 4)
+
+
 def check(case: dict[str, Any], results: Any, args: tuple[Any, ...], options: Any) -> float:
-    """Relative error of the worst element. Raises `AssertionError` for slots touched that no token names."""
+    """Relative error of the worst element that is not in 8 bits. Raises `AssertionError` for slots touched that no token
+    names, and for 8-bit numbers that are not the nearest."""
     q_tnh, (k_pages, v_pages) = jax.tree.map(np.asarray, results)
     S, slots = case["page_size"], args[2]
     for before, after in zip(args[1], (k_pages, v_pages), strict=True):
@@ -100,6 +132,11 @@ def check(case: dict[str, Any], results: Any, args: tuple[Any, ...], options: An
         assert rows[0].tobytes() == rows[1].tobytes(), "a slot that no token names was changed"
     worst = 0.0
     for got, want in zip((q_tnh, k_pages, v_pages), expected(args, **options), strict=True):
+        if got.dtype.name in LARGEST:
+            error = np.abs(got.astype(np.float64) - want)
+            most = half_steps(want, got.dtype.name) + 1e-5 * np.abs(want) + 1e-5
+            assert (error <= most).all(), "not the nearest number"
+            continue
         error = np.abs(got.astype(np.float64) - want) / np.maximum(1, np.abs(want))
         worst = max(worst, float(np.max(np.where(np.isnan(error), np.inf, error))))
     return worst
@@ -134,7 +171,8 @@ def _races() -> bool:
 
 def faults(case: dict[str, Any]) -> dict[str, str]:
     """What each planted fault leads to: "race", "wrong", "error: ..." or, undetected, "right"."""
-    return {name: _fault(*replacement, case) for name, replacement in FAULTS.items()}
+    planted = QUANTIZED_FAULTS if "kv_dtype" in case else FAULTS
+    return {name: _fault(*replacement, case) for name, replacement in planted.items()}
 
 
 def _fault(old: str, new: str, case: dict[str, Any]) -> str:
@@ -180,11 +218,19 @@ def compile_for_h200(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             os.environ.update(MOSAIC_DUMP, MOSAIC_GPU_DUMP_TO=dump)
             args, options = inputs(case)
 
-            def step(kv_pages, packed, qkv, cos, sin, q_norm, k_norm, options=options):
+            def step(kv_pages, packed, qkv, cos, sin, q_norm, k_norm, kv_scales, options=options):
                 # A slice, as in the engine: XLA may wrap a kernel that takes one, and forget what it updates in place.
                 slots = packed[8 : 8 + qkv.shape[0]]
                 return rope_kv_cache_update(
-                    qkv, kv_pages, slots, cos, sin, q_norm=q_norm, k_norm=k_norm, **options
+                    qkv,
+                    kv_pages,
+                    slots,
+                    cos,
+                    sin,
+                    q_norm=q_norm,
+                    k_norm=k_norm,
+                    kv_scales=kv_scales,
+                    **options,
                 )
 
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)

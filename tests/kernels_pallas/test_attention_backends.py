@@ -62,6 +62,36 @@ def test_nothing_is_traced_for_a_gpu_on_a_cpu():
     assert not hopper("NVIDIA B200")
 
 
+@needs_compiler
+def test_every_operation_takes_xla_on_another_gpu_and_says_why_once():
+    result = run_job(
+        "backend_choice_jobs:on_an_a100", {}, timeout=120, python_path=(str(Path(__file__).parent),)
+    )
+    assert result["mosaic_kernels"] == 0
+    reason = "NVIDIA A100-SXM4-80GB does not have compute capability 9.0"
+    assert result["log"] == [
+        f"rope_kv_cache_update runs as XLA operations: {reason}.",
+        f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.",
+    ]
+    assert len(result["refused"]) == 2
+    for refusal in result["refused"]:
+        assert refusal == f"The Mosaic GPU backend does not take this call: {reason}."
+
+
+def test_a_demand_for_the_gpu_kernels_is_refused_on_a_cpu():
+    q, pages = jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((3, 2, 16, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"Mosaic GPU backend .* not a GPU of compute capability"):
+        ragged_paged_attention(
+            q,
+            (pages, pages),
+            jnp.zeros((2, 1), jnp.int32),
+            jnp.zeros(2, jnp.int32),
+            jnp.zeros(3, jnp.int32),
+            scale=1.0,
+            implementation="mosaic_gpu",
+        )
+
+
 def test_explicit_use_with_an_unsupported_shape_is_refused():
     q, pages = jnp.zeros((2, 4, 64)), jnp.zeros((3, 2, 16, 64))
     rows = jnp.zeros(2, jnp.int32)

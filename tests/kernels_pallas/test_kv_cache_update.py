@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import kv_cache_update
+from kernels_pallas.quantized_pages import widen
 
+INT8 = jnp.zeros((3, 2, 4, 8), jnp.int8)
 PAGES, KV_HEADS, PAGE_SIZE, HEAD_SIZE, TOKENS = 7, 3, 4, 8, 9
 
 
@@ -37,14 +39,19 @@ def test_writes_the_named_slots_only(implementation, dtype, slots, seed):
         np.testing.assert_array_equal(got[1:], expected[1:])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "int8"])
 def test_updates_in_place_whatever_the_size_of_the_cache(dtype):
     def compile_update(num_pages):
         pages = jax.ShapeDtypeStruct((num_pages, 3, 16, 64), dtype)
-        new = jax.ShapeDtypeStruct((64, 3, 64), dtype)
+        scale = jax.ShapeDtypeStruct((3,), jnp.float32)
+        quantized = dtype in ("uint8", "int8")
+        new = jax.ShapeDtypeStruct((64, 3, 64), "bfloat16" if quantized else dtype)
         slots = jax.ShapeDtypeStruct((64,), jnp.int32)
-        update = jax.jit(kv_cache_update, donate_argnums=0)
-        return update.lower((pages, pages), new, new, slots).compile()
+        update = jax.jit(
+            lambda *args, kv_scales: kv_cache_update(*args, kv_scales=kv_scales), donate_argnums=0
+        )
+        kv_scales = (scale, scale) if quantized else None
+        return update.lower((pages, pages), new, new, slots, kv_scales=kv_scales).compile()
 
     small, large = (compile_update(n).memory_analysis() for n in (100, 10_000))
     cache_bytes = 2 * 10_000 * 3 * 16 * 64 * jnp.dtype(dtype).itemsize
@@ -60,6 +67,56 @@ def test_donated_pages_keep_their_buffer():
     slots = jnp.array([4, 5, 6], jnp.int32)
     after = jax.jit(kv_cache_update, donate_argnums=0)(pages, new, new, slots)
     assert [x.unsafe_buffer_pointer() for x in after] == before
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_8_bit_pages_get_the_nearest_number_ties_to_even_and_saturate(implementation):
+    inf, nan = np.inf, np.nan
+    numbers = {
+        "float8_e4m3fn": {
+            1.0625: 1.0, 1.1875: 1.25, -1.0625: -1.0, 1.07: 1.125, 460.0: 448.0, inf: 448.0,
+            -inf: -448.0, nan: nan, 2.0**-10: 0.0, 3 * 2.0**-10: 2.0**-8, 0.3: 0.3125,
+        },
+        "int8": {
+            0.5: 0, 1.5: 2, 2.5: 2, -0.5: 0, -3.5: -4, 127.5: 127, -128.0: -127, inf: 127,
+            -inf: -127, nan: 0, 41.2: 41,
+        },
+    }  # fmt: skip
+    numbers["uint8"] = numbers["float8_e4m3fn"]
+    for dtype, wanted in numbers.items():
+        x = np.array(list(wanted), np.float32)
+        pages = tuple(jnp.zeros((3, 2, 4, len(x)), dtype) for _ in range(2))
+        k_scale, v_scale = np.float32([0.25, 4]), np.float32([0.5, 1])
+        k_tkh, v_tkh = (jnp.asarray(x * s[:, None])[None] for s in (k_scale, v_scale))
+        updated = kv_cache_update(
+            pages,
+            k_tkh,
+            v_tkh,
+            jnp.array([5], jnp.int32),
+            kv_scales=(jnp.asarray(k_scale), jnp.asarray(v_scale)),
+            implementation=implementation,
+        )
+        expected = np.float32(list(wanted.values()))
+        for result in updated:
+            assert result.dtype == dtype
+            result = np.asarray(widen(result, jnp.float32))
+            np.testing.assert_array_equal(result[1, :, 1], [expected, expected])
+            assert np.count_nonzero(result) == np.count_nonzero(result[1, :, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_every_number_of_an_8_bit_type_comes_back_as_itself(dtype):
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    numbers = jax.lax.bitcast_convert_type(codes, jnp.dtype(dtype))
+    if dtype == "int8":
+        numbers = numbers[numbers != -128]
+    pages = (jnp.zeros((1, 1, 1, numbers.size), dtype),) * 2
+    for compute in (jnp.bfloat16, jnp.float32):
+        new = numbers.astype(compute)[None, None]
+        (k_pages, _) = kv_cache_update(
+            pages, new, new, jnp.zeros(1, jnp.int32), kv_scales=(jnp.ones(1),) * 2
+        )
+        assert np.asarray(k_pages).tobytes() == np.asarray(numbers).tobytes()
 
 
 def call(**changes):
@@ -83,6 +140,12 @@ def call(**changes):
         (r"k_tkh must have shape .*\(5, 2, 8\).*got \(5, 3, 8\)", {"k_tkh": jnp.zeros((5, 3, 8))}),
         ("v_tkh must have the dtype of v_pages", {"v_tkh": jnp.zeros((5, 2, 8), jnp.bfloat16)}),
         ("slot_mapping must be int32", {"slot_mapping": jnp.zeros(5)}),
+        ("kv_scales must be given for pages of int8", {"kv_pages": (INT8, INT8)}),
+        ("kv_scales must be None unless", {"kv_scales": (jnp.ones(2), jnp.ones(2))}),
+        (
+            "k_tkh must be floating for k_pages of int8, got int32",
+            {"kv_pages": (INT8, INT8), "k_tkh": jnp.zeros((5, 2, 8), jnp.int32)},
+        ),
         ("implementation must be one of", {"implementation": "cuda"}),
     ],
 )

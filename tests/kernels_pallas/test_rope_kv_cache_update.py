@@ -44,6 +44,16 @@ SHAPES = [
     shape(kv_heads=8, queries=16, head_size=128),
     shape(kv_heads=4, queries=7, head_size=128),
 ]
+
+QUANTIZED_SHAPES = [
+    shape(kv_dtype="float8_e4m3fn"),
+    shape(kv_dtype="int8", norm=1),
+    shape(kv_heads=8, queries=4, head_size=128, page_size=64, kv_dtype="float8_e4m3fn"),
+    shape(kv_heads=8, queries=2, head_size=256, norm=1, kv_dtype="float8_e4m3fn"),
+    shape(kv_heads=8, queries=1, head_size=80, rotated=32, kv_dtype="int8"),
+    shape(kv_heads=32, queries=1, head_size=96, dtype="float16", kv_dtype="float8_e4m3fn"),
+    shape(kv_heads=4, queries=2, head_size=128, rotated=32, dtype="float32", kv_dtype="int8"),
+]
 """Families' heads: SmolLM, Llama 8B, 1B, 70B and a quarter of it, Gemma, Phi, rotary of a part, 405B, Qwen."""
 
 
@@ -53,13 +63,18 @@ def tolerance(case: dict[str, Any]) -> float:
     return rounding[case.get("dtype", "bfloat16")] + 1e-6
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", SHAPES + QUANTIZED_SHAPES, ids=str)
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 def test_matches_float64_and_touches_no_other_slot(implementation, case):
     args, options = jobs.inputs(case)
-    *args_first, q_norm, k_norm = jax.tree.map(jnp.asarray, args)
+    *args_first, q_norm, k_norm, kv_scales = jax.tree.map(jnp.asarray, args)
     results = rope_kv_cache_update(
-        *args_first, q_norm=q_norm, k_norm=k_norm, implementation=implementation, **options
+        *args_first,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        kv_scales=kv_scales,
+        implementation=implementation,
+        **options,
     )
     assert jobs.check(case, results, args, options) <= tolerance(case)
 
@@ -67,7 +82,7 @@ def test_matches_float64_and_touches_no_other_slot(implementation, case):
 def test_the_kernel_interpreted_matches_float64_and_has_no_races():
     # One page size after the other for each shape, so that every family meets another one.
     sizes = (16, 32, 64, 128)
-    cases = [case | {"page_size": sizes[i % 4]} for i, case in enumerate(SHAPES)]
+    cases = [case | {"page_size": sizes[i % 4]} for i, case in enumerate(SHAPES + QUANTIZED_SHAPES)]
     errors = job("interpret", cases=cases)
     assert all(e <= tolerance(c) for e, c in zip(errors, cases, strict=True)), errors
 
@@ -81,9 +96,18 @@ def test_planted_faults_are_caught():
     assert outcomes["registers' stores not committed"] == "race"
 
 
+def test_planted_faults_on_the_way_into_8_bits_are_caught():
+    # 40 kv heads of this size take two rounds.
+    case = shape(tokens=3, kv_heads=40, head_size=256, queries=1, kv_dtype="float8_e4m3fn")
+    outcomes = job("faults", case=case)
+    assert outcomes.keys() == jobs.QUANTIZED_FAULTS.keys()
+    assert all(outcome != "right" for outcome in outcomes.values()), outcomes
+
+
 @needs_compiler
 def test_compiled_for_the_h200_it_is_one_kernel_beside_the_slots_in_place_without_spills():
-    for case, result in zip(SHAPES, job("compile_for_h200", cases=SHAPES), strict=True):
+    cases = SHAPES + QUANTIZED_SHAPES
+    for case, result in zip(cases, job("compile_for_h200", cases=cases), strict=True):
         *slots, kernel = result["kernels"]
         assert (kernel, len(slots)) == ("mosaic_gpu_v2", 1), case
         assert result["alias"] == result["cache"], case
@@ -135,6 +159,11 @@ def test_updates_in_place_on_cpu():
         ("cos and sin must have one shape", {"sin": jnp.zeros((5, 3))}),
         ("q_norm and k_norm must both be given", {"q_norm": jnp.zeros(8)}),
         (r"k_norm must have shape \[8\]", {"q_norm": jnp.zeros(8), "k_norm": jnp.zeros(4)}),
+        ("kv_scales must be None unless", {"kv_scales": (jnp.ones(2), jnp.ones(2))}),
+        (
+            "kv_scales must be given for pages of int8",
+            {"kv_pages": (jnp.zeros((3, 2, 4, 8), jnp.int8),) * 2},
+        ),
         ("norm_eps must be finite", {"norm_eps": -1.0}),
         ("implementation must be one of", {"implementation": "cuda"}),
     ],

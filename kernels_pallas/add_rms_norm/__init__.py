@@ -1,0 +1,1 @@
+"""A residual addition and the RMS norm that follows it."""

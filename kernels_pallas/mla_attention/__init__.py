@@ -1,0 +1,1 @@
+"""Multi-head latent attention over a paged cache of latents."""
