@@ -139,10 +139,7 @@ def ragged_paged_attention(
         return kernel(*arrays)
     if implementation is None and traced_device_kind("gpu") is None:
         return kernel(*arrays)
-    reason = unsupported(
-        q_tnh, kv_pages[0], causal=causal, has_sinks=sinks is not None, return_lse=return_lse
-    )
-    reason = reason or not_hopper()
+    reason = unsupported(q_tnh, kv_pages[0]) or not_hopper()
     if implementation == "mosaic_gpu":
         if reason is not None:
             raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")

@@ -1,4 +1,4 @@
-"""Ragged paged attention for Hopper in Pallas Mosaic GPU: requests with one token and the others, one kernel each."""
+"""Ragged paged attention for Hopper in Pallas Mosaic GPU: requests with few tokens and the others, one kernel each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode import decode_attention
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import MAX_TOKENS, DecodeShape
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill import prefill_attention
 from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
 
@@ -32,61 +33,64 @@ def ragged_paged_attention(
     decode_config: DecodeConfig | None = None,
     prefill_config: PrefillConfig | None = None,
     interpret: Any = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `api.ragged_paged_attention`.
 
     Args:
-        decode_config: sizes of the kernel for one token per request; None takes the tuned ones.
+        decode_config: sizes of the kernel for few tokens per request; None takes the tuned ones.
         prefill_config: the same of the kernel for many.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Raises:
         ValueError: shapes that `mosaic_gpu_config.unsupported` names, or a config that does not fit the GPU.
     """
-    reason = mosaic_gpu_config.unsupported(
-        q_tnh, kv_pages[0], causal=causal, has_sinks=sinks is not None, return_lse=return_lse
-    )
-    if reason is not None:
+    if (reason := mosaic_gpu_config.unsupported(q_tnh, kv_pages[0])) is not None:
         raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
-    head_size = q_tnh.shape[2]
+    k_pages, v_pages = kv_pages
+    num_tokens, num_heads, head_size = q_tnh.shape
     options = {
         "scale": scale,
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
+        "causal": causal,
+        "sinks": sinks,
+        "kv_scales": kv_scales,
+        "return_lse": return_lse,
         "interpret": interpret,
     }
-    decode_config = decode_config or mosaic_gpu_config.decode_config(head_size)
-    arrays = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
-    if decode_only:
-        out_tnh = decode_attention(
-            q_tnh, kv_pages, block_tables, seq_lens, config=decode_config, **options
-        )
-        return vary_like((out_tnh,), *arrays)[0]
-    num_tokens = q_tnh.shape[0]
+    arrays = (q_tnh, kv_pages, block_tables, seq_lens)
     starts = query_start_loc[:-1]
-    query_lens = query_start_loc[1:] - starts
-    decodes = query_lens == 1
-    prefilled_tnh = prefill_attention(
-        q_tnh,
-        kv_pages,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        jnp.where(decodes, 0, query_lens),
-        config=prefill_config or mosaic_gpu_config.prefill_config(head_size),
-        **options,
-    )
-    decoded_rnh = decode_attention(
-        q_tnh.at[starts].get(mode="clip"),
-        kv_pages,
-        block_tables,
-        jnp.where(decodes, seq_lens, 0),
-        config=decode_config,
-        **options,
-    )
-    owned = jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
-    out_tnh = jnp.where(owned[:, None, None], prefilled_tnh, 0)
-    decode_token = jnp.where(decodes, starts, num_tokens)
-    out_tnh = out_tnh.at[decode_token].set(decoded_rnh, mode="drop")
+    if decode_only:
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        one = jnp.ones_like(tokens)
+        results = decode_attention(
+            *arrays, tokens, one, max_tokens=1, config=decode_config, **options
+        )
+    else:
+        query_lens = query_start_loc[1:] - starts
+        most = DecodeShape.of(num_heads // k_pages.shape[1], head_size, MAX_TOKENS).tokens
+        others = None
+        if num_tokens > most:
+            others = prefill_attention(
+                *arrays,
+                query_start_loc,
+                jnp.where(query_lens > most, query_lens, 0),
+                config=prefill_config
+                or mosaic_gpu_config.prefill_config(head_size, k_pages.dtype.itemsize),
+                **options,
+            )
+        results = decode_attention(
+            *arrays,
+            starts,
+            jnp.where(query_lens <= most, query_lens, 0),
+            max_tokens=most,
+            others=others,
+            num_owned=query_start_loc[-1:],
+            config=decode_config,
+            **options,
+        )
     # A kernel's result doesn't say over which mesh axes it differs.
-    return vary_like((out_tnh,), *arrays)[0]
+    given = (*arrays[:1], k_pages, v_pages, block_tables, seq_lens, query_start_loc)
+    if not return_lse:
+        return vary_like(results[:1], *given)[0]
+    return vary_like(results, *given)

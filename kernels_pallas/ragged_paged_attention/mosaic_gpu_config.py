@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ SHARED_MEMORY_PER_CORE = 233_472
 RESERVED_PER_BLOCK = 1024
 ROWS = 64
 _DTYPES = ("bfloat16", "float16")
+_NARROW_DTYPES = ("float8_e4m3fn", "int8")
 _PAGE_SIZES = (16, 32, 64, 128)
 _MAX_GROUP = 64
 _OVERHEAD = 2304
 """Small arrays, scratch memory for reductions, barriers."""
+_MAX_SLOTS = 32
+_BARRIERS = 1024
 
 
-def _check_block(name: str, block_tokens: int, stages: int) -> None:
+def _check_block(name: str, block_tokens: int, stages: int | None = None) -> None:
     if block_tokens not in (64, 128):
         raise ValueError(f"{name}.block_tokens must be 64 or 128, got {block_tokens}")
-    if stages < 2:
+    if stages is not None and stages < 2:
         raise ValueError(f"{name}.stages must be at least 2, got {stages}")
 
 
@@ -38,49 +42,48 @@ def _check_shared_memory(name: str, used: int, head_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Of the kernel for one token per request."""
+    """Of the kernel for a few tokens per request."""
 
     block_tokens: int
     """Keys per step of the loop."""
-    stages: int
-    """Blocks of keys and values in the ring."""
+    slots: int
+    """Tiles in the ring, of keys and values in turn."""
+    blocks_per_core: int = 2
+    """Thread blocks that run on a core at the same time: registers must allow it."""
     cores: int = 132
     """To fill; an H100 or H200 (SXM) has this many."""
-    items_per_core: int = 4
-    """Work items to aim for, over all kv heads: with fewer the last ones leave cores idle."""
     min_blocks: int = 4
-    """An item's fixed cost is about that of two blocks."""
+    """Smallest share of a thread block, in steps."""
 
     def __post_init__(self) -> None:
-        _check_block("DecodeConfig", self.block_tokens, self.stages)
-        for name in ("cores", "items_per_core", "min_blocks"):
+        _check_block("DecodeConfig", self.block_tokens)
+        for name, least in (("slots", 3), ("blocks_per_core", 1), ("cores", 1), ("min_blocks", 1)):
             value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"DecodeConfig.{name} must be at least 1, got {value}")
+            if value < least:
+                raise ValueError(f"DecodeConfig.{name} must be at least {least}, got {value}")
 
-    def target_items(self, num_kv_heads: int) -> int:
-        return -(-self.cores * self.items_per_core // num_kv_heads)
+    def _tile_bytes(self, head_size: int, page_itemsize: int) -> int:
+        return self.block_tokens * head_size * page_itemsize
 
-    def keeps_queries(self, head_size: int) -> bool:
-        """In shared memory; smaller ones fit in registers beside the accumulator, for a second block per core."""
-        return head_size > 128
+    def shared_memory(self, head_size: int, columns: int, page_itemsize: int) -> int:
+        """Bytes of one thread block: the ring, queries (two that come, one in use), weights, the result, a widened tile."""
+        one = 2 * columns * head_size
+        arrays = [2 * one, one, one, 2 * columns * self.block_tokens, 4 * columns]
+        arrays.append(self.slots * self._tile_bytes(head_size, page_itemsize))
+        if page_itemsize == 1:
+            arrays.append(2 * self.block_tokens * head_size)
+        # Each begins at a multiple of 1024 bytes; reductions exchange [4 warps, 32 lanes].
+        return sum(-(-n // 1024) * 1024 for n in arrays) + 128 * min(columns, 32) + _BARRIERS
 
-    def shared_memory(self, head_size: int, itemsize: int) -> int:
-        """Bytes of one thread block: the ring, the queries, the log-sum-exps."""
-        ring = 2 * self.stages * self.block_tokens * head_size * itemsize
-        queries = ROWS * head_size * itemsize if self.keeps_queries(head_size) else 0
-        return ring + queries + _OVERHEAD
+    def bytes_in_flight(self, head_size: int, page_itemsize: int) -> int:
+        """Of one core, while one tile of each ring is worked on."""
+        tile = self._tile_bytes(head_size, page_itemsize)
+        return self.blocks_per_core * (self.slots - 1) * tile
 
-    def bytes_in_flight(self, head_size: int, itemsize: int) -> int:
-        """Of one core, while one block of each ring is worked on."""
-        blocks = SHARED_MEMORY_PER_CORE // (
-            self.shared_memory(head_size, itemsize) + RESERVED_PER_BLOCK
-        )
-        return blocks * 2 * (self.stages - 1) * self.block_tokens * head_size * itemsize
-
-    def check(self, head_size: int, itemsize: int) -> None:
+    def check(self, head_size: int, columns: int, page_itemsize: int) -> None:
         """Raises `ValueError` when the kernel can't be launched."""
-        _check_shared_memory("DecodeConfig", self.shared_memory(head_size, itemsize), head_size)
+        used = self.shared_memory(head_size, columns, page_itemsize)
+        _check_shared_memory("DecodeConfig", used, head_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +94,36 @@ class PrefillConfig:
     stages: int
     consumers: int = 2
     """Warp groups that compute, each on its own 64 query rows; they share the ring."""
+    queries_in_registers: bool = True
+    """As an operand of the matmul; it halves what a block of scores reads from shared memory, and saves a tile."""
+    own_result_tile: bool = True
+    """Otherwise results leave through the next tile's queries, which then come later."""
+    cores: int = 132
+    """Thread blocks to launch; an H100 or H200 (SXM) has this many cores."""
 
     def __post_init__(self) -> None:
         _check_block("PrefillConfig", self.block_tokens, self.stages)
         if self.consumers not in (1, 2):
             raise ValueError(f"PrefillConfig.consumers must be 1 or 2, got {self.consumers}")
+        if self.cores < 1:
+            raise ValueError(f"PrefillConfig.cores must be at least 1, got {self.cores}")
 
-    def shared_memory(self, head_size: int, itemsize: int) -> int:
-        """Bytes of one thread block: the ring, queries and results."""
-        ring = 2 * self.stages * self.block_tokens * head_size * itemsize
-        return ring + 2 * self.consumers * ROWS * head_size * itemsize + _OVERHEAD
+    def shared_memory(self, head_size: int, itemsize: int, page_itemsize: int = 2) -> int:
+        """Bytes of one thread block: the ring, the tiles that 8-bit blocks are widened into, queries and results."""
+        block = 2 * self.block_tokens * head_size
+        ring = self.stages * block * page_itemsize
+        widened = block * itemsize if page_itemsize == 1 else 0
+        rows = 1 + (not self.queries_in_registers) + self.own_result_tile
+        return ring + widened + rows * self.consumers * ROWS * head_size * itemsize + _OVERHEAD
 
-    def bytes_in_flight(self, head_size: int, itemsize: int) -> int:
+    def bytes_in_flight(self, head_size: int, page_itemsize: int = 2) -> int:
         """Of one core, while one block of the ring is worked on."""
-        return 2 * (self.stages - 1) * self.block_tokens * head_size * itemsize
+        return 2 * (self.stages - 1) * self.block_tokens * head_size * page_itemsize
 
-    def check(self, head_size: int, itemsize: int) -> None:
+    def check(self, head_size: int, itemsize: int, page_itemsize: int = 2) -> None:
         """Raises `ValueError` when the kernel can't be launched."""
-        _check_shared_memory("PrefillConfig", self.shared_memory(head_size, itemsize), head_size)
+        used = self.shared_memory(head_size, itemsize, page_itemsize)
+        _check_shared_memory("PrefillConfig", used, head_size)
 
 
 @functools.cache
@@ -122,39 +137,40 @@ def head_sizes() -> tuple[int, ...]:
     return tuple(sorted(int(size) for size in _table()["decode"]))
 
 
-def decode_config(head_size: int) -> DecodeConfig:
-    return DecodeConfig(**_table()["decode"][str(head_size)])
+def decode_config(head_size: int, columns: int, page_itemsize: int) -> DecodeConfig:
+    """The tuned sizes, with as many slots as fit into shared memory.
+
+    Args:
+        columns: query heads times tokens, see `mosaic_gpu_decode_shape`.
+        page_itemsize: bytes of one number in the cache.
+    """
+    table = _table()["decode" if page_itemsize == 2 else "decode_8bit"][str(head_size)]
+    most = min(int(key) for key in table if int(key) >= columns)
+    sizes = table[str(most)]
+    budget = SHARED_MEMORY_PER_CORE // sizes["blocks_per_core"] - RESERVED_PER_BLOCK
+    one = DecodeConfig(slots=3, **sizes)
+    spare = budget - one.shared_memory(head_size, columns, page_itemsize)
+    more = spare // (sizes["block_tokens"] * head_size * page_itemsize)
+    return dataclasses.replace(one, slots=min(one.slots + max(more, 0), _MAX_SLOTS))
 
 
-def prefill_config(head_size: int) -> PrefillConfig:
-    return PrefillConfig(**_table()["prefill"][str(head_size)])
+def prefill_config(head_size: int, page_itemsize: int = 2) -> PrefillConfig:
+    table = _table()["prefill" if page_itemsize == 2 else "prefill_8bit"]
+    return PrefillConfig(**table[str(head_size)])
 
 
-def unsupported(
-    q_tnh: Any,
-    k_pages: Any,
-    *,
-    causal: bool = True,
-    has_sinks: bool = False,
-    return_lse: bool = False,
-) -> str | None:
-    """Why this call is not for this backend, or None. Looks at shapes and dtypes only."""
+def unsupported(q_tnh: Any, k_pages: Any) -> str | None:
+    """Why these arrays are not for this backend, or None. Looks at shapes and dtypes only."""
     head_size, page_size = k_pages.shape[3], k_pages.shape[2]
     group = q_tnh.shape[1] // k_pages.shape[1]
     if q_tnh.dtype.name not in _DTYPES:
         return f"q_tnh has dtype {q_tnh.dtype}, not one of {_DTYPES}"
+    if k_pages.dtype != q_tnh.dtype and k_pages.dtype.name not in _NARROW_DTYPES:
+        return f"kv_pages have dtype {k_pages.dtype}, not q_tnh's {q_tnh.dtype} or one of {_NARROW_DTYPES}"
     if head_size not in head_sizes():
         return f"head size {head_size} is not one of {head_sizes()}"
     if page_size not in _PAGE_SIZES:
         return f"page size {page_size} is not one of {_PAGE_SIZES}"
     if group > _MAX_GROUP:
         return f"{group} query heads per kv head are more than {_MAX_GROUP}"
-    if k_pages.dtype != q_tnh.dtype:
-        return f"kv_pages have dtype {k_pages.dtype}, not q_tnh's {q_tnh.dtype}"
-    if not causal:
-        return "causal is False"
-    if has_sinks:
-        return "there are sinks"
-    if return_lse:
-        return "return_lse is set"
     return None

@@ -6,6 +6,7 @@ Scores are kept in base 2: multiplied by log2(e), so that weights are exp2(score
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,22 +26,38 @@ NO_PEAK = -1e29
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 # Row maxima and sums stay within a warp and need none of the scratch memory for reductions.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024)
 
 LOG2_E = math.log2(math.e)
 
 
-def tile_columns(head_size: int) -> int:
-    """Width of the tiles in shared memory: the widest swizzle of 16-bit numbers that divides the head size."""
-    return next(n for n in (64, 32, 16) if head_size % n == 0)
+def tile_columns(head_size: int, itemsize: int = 2) -> int:
+    """Width of the tiles in shared memory: the widest swizzle that divides the head size, 16 bytes at least."""
+    widths = (n // itemsize for n in (128, 64, 32, 16))
+    return next(n for n in widths if head_size % n == 0)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, H] in tiles that wgmma and TMA understand."""
-    columns = tile_columns(shape[-1])
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def swizzled(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
+    """Shared memory of [..., rows, H] in tiles that TMA and, for 16-bit numbers, wgmma understand.
+
+    `columns`: the width of the tiles, None for the widest; both operands of a wgmma need the same.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = columns or tile_columns(shape[-1], itemsize)
+    transforms = [plgpu.TilingTransform((8, columns))]
+    if columns * itemsize > 16:
+        transforms.append(plgpu.SwizzleTransform(columns * itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=tuple(transforms))
+
+
+def not_slices(arrays: Any) -> Any:
+    """A tree of operands for a kernel that writes to others of its operands.
+
+    XLA (JAX 0.12) wraps a call with an operand that is a slice in a fusion that no longer says what is updated in place.
+    """
+    return lax.optimization_barrier(arrays)
 
 
 def load_plain(ref: Any, layout: Any) -> jax.Array:
@@ -91,16 +108,17 @@ _COPY_BYTES = 8192
 """At most. With fewer and larger copies LLVM unrolls the loop that issues them, and registers spill."""
 
 
-def tokens_per_copy(page_size: int, head_size: int) -> int:
-    """A power of two, as page sizes are, for 16-bit numbers."""
-    fitting = _COPY_BYTES // (2 * head_size)
-    return min(1 << fitting.bit_length() - 1, page_size)
+def tokens_per_copy(page_size: int, head_size: int, itemsize: int = 2) -> int:
+    """A power of two, as page sizes are, and not more than the smallest block has."""
+    fitting = _COPY_BYTES // (itemsize * head_size)
+    return min(1 << fitting.bit_length() - 1, page_size, ROWS)
 
 
 def slabs(pages: jax.Array) -> jax.Array:
     """Pages [num_pages, K, S, H] as what one copy brings: [num_pages * K * S / tokens, tokens, H], the same memory."""
     _, _, page_size, head_size = pages.shape
-    return pages.reshape(-1, tokens_per_copy(page_size, head_size), head_size)
+    tokens = tokens_per_copy(page_size, head_size, pages.dtype.itemsize)
+    return pages.reshape(-1, tokens, head_size)
 
 
 def copy_block(
@@ -160,6 +178,63 @@ def softmax_step(
     total = total * fade + weights.sum(axis=1)
     acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
     return weights, acc, new_peak, total
+
+
+def softmax_block(
+    scores: jax.Array, factor: float, peak: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(weights, fade, peak, total) after a block of raw scores [rows, block]; -inf is not seen.
+
+    Scores are multiplied by `factor` > 0 in the same instruction that subtracts the peak.
+    """
+    new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+    fade = jnp.exp2(peak - new_peak)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    return weights, fade, new_peak, total * fade + weights.sum(axis=1)
+
+
+def faded(acc: jax.Array, fade: jax.Array) -> jax.Array:
+    return acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+
+
+def matmul_beside(
+    queries: Any, k_ref: Any, weights: jax.Array, v_ref: Any, acc: jax.Array,
+    *, before_values: Callable[[], None], softmax: Callable[[jax.Array], Any], interpret: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:  # fmt: skip
+    """softmax(queries @ k_ref.T) and acc + weights @ v_ref, which is computed while softmax works.
+
+    Args:
+        before_values: called before v_ref is read.
+        softmax: scores [rows, block] float32 to the next weights, as float32, and a tuple of three row vectors.
+
+    Returns:
+        The next weights in `weights`' dtype, the row vectors, and the sum.
+    """
+    keys = k_ref.transpose((1, 0))
+    if interpret:
+        scores = matmul(queries, keys, None, interpret)
+        before_values()
+        acc = matmul(weights, v_ref, acc, interpret)
+        next_weights, rows = softmax(scores)
+        return next_weights.astype(weights.dtype), rows, acc
+
+    def run(refs):
+        scores_ref, acc_ref, next_ref, *row_refs = refs
+        plgpu.wgmma(scores_ref, queries, keys)
+        before_values()
+        plgpu.wgmma(acc_ref, weights, v_ref)
+        next_weights, rows = softmax(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        next_ref[...] = next_weights
+        for ref, row in zip(row_refs, rows, strict=True):
+            ref[...] = row
+
+    blank, row = zeros((queries.shape[0], k_ref.shape[0])), no_peaks()
+    init = (plgpu.ACC.init(blank), plgpu.ACC.init(acc), blank, row, row, row)
+    _, acc, next_weights, *rows = pl.run_state(run)(init)
+    # Rounded only now: the matmul reads the registers of `weights` until here, and ptxas would serialize
+    # everything if those of the next ones were written before.
+    next_weights = lax.optimization_barrier(next_weights).astype(weights.dtype)
+    return next_weights, tuple(rows), acc
 
 
 def normalized(acc: jax.Array, total: jax.Array) -> jax.Array:

@@ -1,17 +1,13 @@
-"""Runs of the Mosaic GPU attention kernels in the interpreter, each in a process of its own: see test_mosaic_attention."""
+"""Runs of the Mosaic GPU attention backend in the interpreter, each in a process of its own: see test_mosaic_attention."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import logging
 import os
-import re
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -159,130 +155,6 @@ def _end_when_stuck(interval: float = 5.0) -> None:
         idle = idle + 1 if time.process_time() - before < 0.02 else 0
     print(STUCK, file=sys.stderr, flush=True)
     os._exit(3)
-
-
-_MODULES = ("config", "tiles", "plan", "merge", "decode", "prefill")
-"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu_*`, each after those that it imports."""
-
-
-def run_with_fault(
-    case: dict[str, Any], configs: dict[str, Any], module: str, edits: list[tuple[str, str]]
-) -> dict[str, Any]:
-    """`run_case` with text of a module replaced: each edit's old text must occur in it.
-
-    Ends with `STUCK` on stderr when the kernel waits for what never comes.
-    """
-    threading.Thread(target=_end_when_stuck, daemon=True).start()
-    package = "kernels_pallas.ragged_paged_attention.mosaic_gpu"
-    for name in (*(f"{package}_{name}" for name in _MODULES), package):
-        loaded = importlib.import_module(name)
-        source = Path(loaded.__file__).read_text()
-        if name == f"{package}_{module}":
-            for old, new in edits:
-                if old not in source:
-                    raise LookupError(f"{module} has no {old!r}")
-                source = source.replace(old, new)
-        exec(compile(source, loaded.__file__, "exec"), loaded.__dict__)
-    return run_case(case, configs)
-
-
-def unowned_rows_of_prefill(case: dict[str, Any], skipped: int) -> dict[str, Any]:
-    """Runs the prefill kernel without request `skipped`: its rows must stay as they were, which is NaN."""
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_prefill
-
-    case = Case(**{**case, "rows": [tuple(row) for row in case["rows"]]})
-    arrays, _ = make_arrays(case)
-    starts = np.asarray(arrays[-1])
-    query_lens = np.diff(starts)
-    query_lens[skipped] = 0
-    out = mosaic_gpu_prefill.prefill_attention(
-        *arrays,
-        jnp.asarray(query_lens),
-        scale=1.0,
-        sliding_window=None,
-        soft_cap=None,
-        config=mosaic_gpu_config.PrefillConfig(block_tokens=64, stages=2),
-        interpret=interpret_params(),
-    )
-    is_written = np.isfinite(np.asarray(out.astype(jnp.float32))).all(axis=(1, 2))
-    untouched = np.isnan(np.asarray(out.astype(jnp.float32))).all(axis=(1, 2))
-    owned = np.zeros(len(untouched), bool)
-    for row, count in enumerate(query_lens):
-        owned[starts[row] : starts[row] + count] = True
-    return {
-        "written": bool(is_written[owned].all()),
-        "untouched": bool(untouched[~owned].all()),
-    }
-
-
-def compile_kernels(
-    head_size: int,
-    page_sizes: list[int],
-    dtypes: list[str],
-    options: list[tuple[int | None, float | None]],
-) -> list[dict[str, Any]]:
-    """Compiles both paths for the H200 and reads PTX and ptxas' report of every kernel, one dict each."""
-    from kernels_pallas.gpu_target import compile_for, device_mesh
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu
-
-    dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-    mesh = device_mesh("h200")
-    reports = []
-    for page_size in page_sizes:
-        for dtype in dtypes:
-            for sliding_window, soft_cap in options:
-                for path in dump.iterdir():
-                    path.unlink()
-                pages = jax.ShapeDtypeStruct((512, 8, page_size, head_size), dtype)
-                integer = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-                args = (
-                    jax.ShapeDtypeStruct((256, 32, head_size), dtype),
-                    (pages, pages),
-                    integer(16, 128),
-                    integer(16),
-                    integer(17),
-                )
-                attend = functools.partial(
-                    mosaic_gpu.ragged_paged_attention,
-                    scale=0.1,
-                    sliding_window=sliding_window,
-                    soft_cap=soft_cap,
-                )
-                compile_for(mesh, attend, args)
-                labels = {
-                    "head_size": head_size,
-                    "page_size": page_size,
-                    "dtype": dtype,
-                    "sliding_window": sliding_window,
-                    "soft_cap": soft_cap,
-                }
-                reports += [{**labels, **report} for report in _kernel_reports(dump)]
-    return reports
-
-
-def _kernel_reports(dump: Path) -> list[dict[str, Any]]:
-    reports = []
-    for path in sorted(dump.glob("*.ptx")):
-        ptx = path.read_text()
-        ptxas = path.with_suffix(".ptxas").read_text()
-        kernel = re.sub(r"_\d+$", "", path.stem)
-        resources = "".join(p.read_text() for p in dump.glob(f"{kernel}_[0-9]*.resources.txt"))
-        shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
-        after_last_matmul = ptx[ptx.rindex("wgmma.mma_async") :] if "wgmma.mma" in ptx else ""
-        refill = after_last_matmul.partition("cp.async.bulk.tensor")[0]
-        reports.append(
-            {
-                "kernel": kernel,
-                "registers": int(re.search(r"Used (\d+) registers", ptxas)[1]),
-                "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", ptxas)),
-                "shared_memory": int(shared[1]) if shared else None,
-                "wgmma": ptx.count("wgmma.mma_async"),
-                "tma": ptx.count("cp.async.bulk.tensor"),
-                "fences": ptx.count("fence.proxy.async"),
-                "syncs_before_refill": len(re.findall(r"\bbar(?:rier)?\.", refill)),
-            }
-        )
-    return reports
 
 
 def chosen_backend(

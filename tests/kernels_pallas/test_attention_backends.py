@@ -109,24 +109,24 @@ def test_explicit_use_with_an_unsupported_shape_is_refused():
 
 @pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes())
 def test_tuned_sizes_fit_the_gpu(head_size):
-    for config in (
-        mosaic_gpu_config.decode_config(head_size),
-        mosaic_gpu_config.prefill_config(head_size),
-    ):
-        config.check(head_size, 2)
-        assert config.stages >= 2
+    config = mosaic_gpu_config.prefill_config(head_size)
+    config.check(head_size, 2)
+    assert config.stages >= 2
+    config = mosaic_gpu_config.decode_config(head_size, 8, 2)
+    config.check(head_size, 8, 2)
+    assert config.slots >= 3
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: DecodeConfig(64, 1), "DecodeConfig.stages must be at least 2, got 1"),
-        (lambda: DecodeConfig(96, 2), "DecodeConfig.block_tokens must be 64 or 128, got 96"),
-        (lambda: DecodeConfig(64, 2, min_blocks=0), "DecodeConfig.min_blocks must be at least 1"),
+        (lambda: DecodeConfig(64, 2), "DecodeConfig.slots must be at least 3, got 2"),
+        (lambda: DecodeConfig(96, 3), "DecodeConfig.block_tokens must be 64 or 128, got 96"),
+        (lambda: DecodeConfig(64, 3, min_blocks=0), "DecodeConfig.min_blocks must be at least 1"),
         (lambda: PrefillConfig(64, 2, consumers=3), "PrefillConfig.consumers must be 1 or 2"),
         (
-            lambda: DecodeConfig(64, 8).check(128, 2),
-            "DecodeConfig needs 264448 bytes of shared memory at head size 128; a block has 232448",
+            lambda: DecodeConfig(64, 16).check(128, 64, 2),
+            "DecodeConfig needs 342016 bytes of shared memory at head size 128; a block has 232448",
         ),
         (
             lambda: PrefillConfig(128, 3).check(256, 2),
