@@ -91,7 +91,16 @@ class DecodeWalk:
 
             return lax.fori_loop(0, item.num_blocks, load_block, position)
 
-        lax.fori_loop(0, self.walk.count, load_item, jnp.int32(0))
+        position = lax.fori_loop(0, self.walk.count, load_item, jnp.int32(0))
+        # What the consumer gave up last is waited for too: no barrier may end with news that nobody heard.
+        for num_used, num_places, free in (
+            (position, c.slots, r.free),
+            (self.walk.count, QUERY_STAGES, r.q_free),
+        ):
+
+            @pl.loop(0, jnp.minimum(num_used, num_places))
+            def _(place, free=free):
+                plgpu.barrier_wait(free.at[place])
 
     def consume(self) -> None:
         shape = self.c.shape

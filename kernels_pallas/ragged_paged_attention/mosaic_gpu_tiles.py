@@ -109,9 +109,9 @@ _COPY_BYTES = 8192
 
 
 def tokens_per_copy(page_size: int, head_size: int, itemsize: int = 2) -> int:
-    """A power of two, as page sizes are."""
+    """A power of two, as page sizes are, and not more than the smallest block has."""
     fitting = _COPY_BYTES // (itemsize * head_size)
-    return min(1 << fitting.bit_length() - 1, page_size)
+    return min(1 << fitting.bit_length() - 1, page_size, ROWS)
 
 
 def slabs(pages: jax.Array) -> jax.Array:
