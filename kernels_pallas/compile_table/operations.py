@@ -1,0 +1,16 @@
+"""The operations that have kernels for Hopper, by name."""
+
+from __future__ import annotations
+
+from kernels_pallas.compile_table import attention, rope
+from kernels_pallas.compile_table.case import Case, Operation
+
+OPERATIONS: dict[str, Operation] = {
+    attention.NAME: attention.RaggedPagedAttention(),
+    rope.NAME: rope.RopeKVCacheUpdate(),
+}
+
+
+def claims() -> list[Case]:
+    """Every combination of every operation."""
+    return [case for operation in OPERATIONS.values() for case in operation.claims()]
