@@ -170,6 +170,8 @@ RESULT = {
     "collective_bytes": 0,
     "moved": [],
     "layer": [],
+    "mosaic_kernels": [],
+    "problems": [],
 }
 WORK = Workload(8, 128, 32, 16)
 
