@@ -68,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def compile_cases(cases: Sequence[Case], target: str, jobs: int) -> tuple[list[Row], list[str]]:
     """Rows of all cases, and what failed to compile."""
-    parts = [cases[i : i + _CASES_PER_PROCESS] for i in range(0, len(cases), _CASES_PER_PROCESS)]
+    size = min(_CASES_PER_PROCESS, -(-len(cases) // jobs))
+    parts = [cases[i : i + size] for i in range(0, len(cases), size)]
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(lambda part: _compile_part(part, target), parts))
     rows = [row for result in results if not isinstance(result, str) for row in result]
