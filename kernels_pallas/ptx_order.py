@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kernels_pallas.ptx_text import Instruction, Kernel
@@ -76,9 +76,13 @@ class _State:
         )
 
 
-def violations(kernel: Kernel) -> list[Violation]:
-    """What the order of a kernel's instructions leaves to chance; empty for a kernel that is in order."""
-    analysis = _Analysis(kernel)
+def violations(kernel: Kernel, read_by_threads: Sequence[str] = ()) -> list[Violation]:
+    """What the order of a kernel's instructions leaves to chance; empty for a kernel that is in order.
+
+    Stores whose line of source begins with one of `read_by_threads` are to memory that neither matmuls nor copies touch,
+    through which threads exchange numbers.
+    """
+    analysis = _Analysis(kernel, tuple(read_by_threads))
     before: dict[int, _State] = {0: _State(open=0)}
     pending = deque([0])
     while pending:
@@ -97,8 +101,12 @@ def violations(kernel: Kernel) -> list[Violation]:
 
 
 class _Analysis:
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, read_by_threads: tuple[str, ...]) -> None:
         self._instructions = list(kernel.instructions)
+        self._stores = [
+            _stores_to_shared(i, kernel) and not i.source.startswith(read_by_threads or ("\n",))
+            for i in self._instructions
+        ]
         names = {name for i in self._instructions for name in i.all_registers}
         number = {name: n for n, name in enumerate(sorted(names))}
 
@@ -131,7 +139,7 @@ class _Analysis:
             matmuls = {m for m in state.matmuls if m[0] != number} | {(number, 0, False)}
             return replace(state, touched=touched, matmuls=frozenset(matmuls))
         state = replace(state, touched=touched) if touched != state.touched else state
-        if _stores_to_shared(instruction):
+        if self._stores[number]:
             return replace(state, open=state.open | 1 << number)
         if opcode.startswith("fence.proxy.async") and ".global" not in opcode and always:
             return replace(state, open=0, fenced=state.fenced | state.open)
@@ -222,11 +230,14 @@ def _fragments(instruction: Instruction) -> tuple[int, ...]:
     return (0, 1) if instruction.operands[1].startswith("{") else (0,)
 
 
-def _stores_to_shared(instruction: Instruction) -> bool:
-    """Through the generic proxy. A store to an address of an unnamed space may be one."""
+def _stores_to_shared(instruction: Instruction, kernel: Kernel) -> bool:
+    """Through the generic proxy."""
     parts = instruction.opcode.split(".")
     if parts[0] in ("st", "stmatrix", "red", "atom"):
-        return not {"global", "local", "param"} & set(parts)
+        if {"global", "local", "param"} & set(parts):
+            return False
+        address = next(o for o in instruction.operands if o.startswith("["))
+        return "shared" in instruction.opcode or kernel.may_point_to_shared(address)
     return parts[:2] == ["cp", "async"] and parts[2] in ("ca", "cg")
 
 

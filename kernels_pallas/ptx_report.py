@@ -21,7 +21,6 @@ from typing import Any
 import jax
 
 from kernels_pallas.gpu_target import CompiledReport, GpuTarget, compile_lowered, placed
-from kernels_pallas.ptx_order import Violation, violations
 from kernels_pallas.ptx_text import Instruction, Kernel, parse_kernel
 
 _DUMPS = {
@@ -76,11 +75,6 @@ class KernelReport:
         return sum(
             re.match(opcode, i.opcode) is not None for loop in self.inner_loops for i in loop
         )
-
-    @cached_property
-    def violations(self) -> list[Violation]:
-        """See `ptx_order`."""
-        return violations(self.ptx)
 
     def blocks_per_core(self, target: GpuTarget) -> int:
         """Thread blocks that fit beside each other, by shared memory, registers and threads."""

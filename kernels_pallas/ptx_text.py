@@ -5,6 +5,8 @@ Only what checks of order need: opcodes, operands, guards and where in the sourc
 
 from __future__ import annotations
 
+import functools
+import linecache
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ class Instruction:
     """The predicate under which it runs, None when it always does."""
     where: str
     """Source file and line, "" when unknown."""
+    source: str
+    """That line's text, "" when there is none."""
     target: str | None = None
     """Of a branch, the label, made unique."""
 
@@ -56,11 +60,44 @@ class Kernel:
     num_threads: int | None
     """Of a thread block, where the PTX says so."""
     blocks: tuple[Block, ...]
+    shared_names: frozenset[str]
+    """Of variables in shared memory."""
 
     @property
     def instructions(self) -> Iterator[Instruction]:
         for block in self.blocks:
             yield from block.instructions
+
+    @cached_property
+    def _definitions(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            # An address first means that something is stored there.
+            if instruction.operands and not instruction.operands[0].startswith("["):
+                for register in instruction.registers(0):
+                    found.setdefault(register, []).append(instruction)
+        return found
+
+    def may_point_to_shared(self, address: str) -> bool:
+        """Whether an address of an unnamed space, an operand's text, may be one in shared memory: unless it is computed
+        from none of its variables, and nowhere from what can't be traced."""
+        seen: set[str] = set()
+        pending = _REGISTER.findall(address)
+        while pending:
+            register = pending.pop()
+            if register in seen:
+                continue
+            seen.add(register)
+            definitions = self._definitions.get(register)
+            if definitions is None:
+                return True
+            for instruction in definitions:
+                words = set(re.findall(r"[$\w]+", " ".join(instruction.operands[1:])))
+                if words & self.shared_names:
+                    return True
+                if not instruction.opcode.startswith("ld."):
+                    pending += instruction.all_registers - seen
+        return bool(set(re.findall(r"[$\w]+", address)) & self.shared_names)
 
     def innermost_loops(self, opcodes: Sequence[str]) -> list[list[Instruction]]:
         """Of the loops that hold an opcode with one of these prefixes, those without another such loop inside."""
@@ -114,20 +151,18 @@ def parse_kernel(text: str) -> Kernel:
     entry = re.search(r"\.entry\s+([$\w]+)", text)
     if entry is None:
         raise ValueError("The PTX has no .entry: it holds no kernel.")
-    files = {
-        number: PurePosixPath(path).name
-        for number, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)
-    }
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
+    shared = re.findall(r"\.shared\s+(?:\.align\s+\d+\s+)?\.\w+\s+([$\w]+)", text)
     threads = re.search(r"\.(?:max|req)ntid\s+(\d+)", text)
     # Line marks are the only directives in a body that no semicolon ends.
     body = re.sub(r"(?m)^(\s*\.loc\s[^\n]*)$", r"\1;", text[text.index("{", entry.end()) :])
     blocks = _blocks(list(_items(body, files)))
-    return Kernel(entry[1], int(threads[1]) if threads else None, blocks)
+    return Kernel(entry[1], int(threads[1]) if threads else None, blocks, frozenset(shared))
 
 
 def _items(body: str, files: dict[str, str]) -> Iterator[str | Instruction]:
     """Labels and instructions in order; names of an inner scope get its number."""
-    where, num_scopes = "", 0
+    place, num_scopes = ("", ""), 0
     scopes: list[dict[str, str]] = []
     position = 0
     while (match := _STATEMENT.match(body, position)) is not None:
@@ -147,9 +182,14 @@ def _items(body: str, files: dict[str, str]) -> Iterator[str | Instruction]:
             yield _unique(label, scopes)
         elif statement.startswith(".loc"):
             _, number, line, *_ = statement.split()
-            where = f"{files.get(number, number)}:{line}" if line != "0" else where
+            place = _place(files.get(number, number), int(line)) if line != "0" else place
         elif not statement.startswith("."):
-            yield _instruction(statement, where, scopes)
+            yield _instruction(statement, place, scopes)
+
+
+@functools.cache
+def _place(path: str, line: int) -> tuple[str, str]:
+    return f"{PurePosixPath(path).name}:{line}", linecache.getline(path, line).strip()
 
 
 def _scope_end(body: str, start: int) -> int:
@@ -165,7 +205,9 @@ def _unique(label: str, scopes: list[dict[str, str]]) -> str:
     return next((scope[label] for scope in reversed(scopes) if label in scope), label)
 
 
-def _instruction(statement: str, where: str, scopes: list[dict[str, str]]) -> Instruction:
+def _instruction(
+    statement: str, place: tuple[str, str], scopes: list[dict[str, str]]
+) -> Instruction:
     match = _INSTRUCTION.fullmatch(statement.strip())
     if match is None:
         raise ValueError(f"Not a PTX instruction: {statement.strip()[:100]!r}.")
@@ -174,7 +216,7 @@ def _instruction(statement: str, where: str, scopes: list[dict[str, str]]) -> In
     if opcode.startswith(("brx", "call")):
         raise ValueError(f"PTX with {opcode} is not understood: its control flow is not followed.")
     target = _unique(operands[0], scopes) if opcode.split(".")[0] == "bra" else None
-    return Instruction(opcode, operands, guard, where, target)
+    return Instruction(opcode, operands, guard, *place, target)
 
 
 def _split(operands: str) -> Iterator[str]:

@@ -238,7 +238,6 @@ def _problems(
             yield f"{kernel.name} spills {kernel.spilled_bytes} bytes"
         if kernel.shared_memory > gpu.shared_memory_per_block:
             yield f"{kernel.name} takes {kernel.shared_memory} bytes of shared memory"
-        yield from dict.fromkeys(f"{kernel.name}: {violation}" for violation in kernel.violations)
     for operand in sliced_operands(compiled.hlo):
         if not operand.is_safe:
             yield (

@@ -48,6 +48,8 @@ class Expected:
     stage_bytes: int = 0
     least_in_flight: int = 0
     """Bytes that each core must have on their way, with one stage of each ring being worked on."""
+    read_by_threads: tuple[str, ...] = ()
+    """Beginnings of the lines of source that store to shared memory which neither matmuls nor copies touch."""
     shared_memory: int | None = None
     """What the kernel's config accounts for, of a block."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from kernels_pallas.compile_table.case import Case, Expected
 from kernels_pallas.compile_table.operations import OPERATIONS
 from kernels_pallas.gpu_target import GpuTarget, device_mesh, get_target
+from kernels_pallas.ptx_order import violations
 from kernels_pallas.ptx_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
 
 
@@ -124,4 +125,5 @@ def problems(
             yield f"no {what}"
     if expected.loads and kernel.count_in_loops(r"st\.global|[a-z]+\.local"):
         yield "stores by threads, or local memory, in an inner loop"
-    yield from dict.fromkeys(str(violation) for violation in kernel.violations)
+    found = violations(kernel.ptx, expected.read_by_threads)
+    yield from dict.fromkeys(str(violation) for violation in found)

@@ -80,6 +80,34 @@ def test_stores_elsewhere_do_not_matter():
     }
 
 
+def test_an_address_without_a_space_is_traced():
+    store = "st.v2.b32 [%rd3+16], {%r1, %r2};"
+    to_global = (
+        "ld.param.b64 %rd1, [sample_param_0]; cvt.s64.s32 %rd2, %r1; add.s64 %rd3, %rd1, %rd2;"
+    )
+    index = "ld.global.b32 %r1, [%rd7];"
+    assert rules(index, to_global, store, MATMUL, WAIT) == set()
+    to_shared = "mov.b64 %rd1, scratch; add.s64 %rd3, %rd1, 8;"
+    scratch = ".shared .align 16 .b8 scratch[64];"
+    assert rules(scratch, to_shared, store, MATMUL, WAIT) == {ptx_order.STORE_TO_MATMUL}
+    # One of two addresses.
+    either = [scratch, index, to_global, "@%p1 bra $L1;", to_shared, "$L1:", store]
+    assert rules(*either, MATMUL, WAIT) == {ptx_order.STORE_TO_MATMUL}
+
+
+def test_stores_that_only_threads_read(tmp_path):
+    source = tmp_path / "kernel.py"
+    source.write_text("\n  scores_s[0] = own\n")
+    text = kernel(".loc\t1 2 3", STORE, ARRIVE, MATMUL, WAIT) + f'.file 1 "{source}"\n'
+    parsed = parse_kernel(text)
+    assert {v.rule for v in violations(parsed)} == {
+        ptx_order.STORE_TO_ARRIVAL,
+        ptx_order.STORE_TO_MATMUL,
+    }
+    assert violations(parsed, ["scores_s["]) == []
+    assert violations(parsed, ["other_s["]) != []
+
+
 def test_a_matmul_from_registers_reads_its_right_side_from_shared_memory():
     assert rules(STORE, FROM_REGISTERS, WAIT) == {ptx_order.STORE_TO_MATMUL}
 
