@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--select", nargs="+", default=[], metavar="WORDS",
-        help="only cases with all of these in their names, e.g. 'head size 64,' prefill")  # fmt: skip
+        help="only cases with all of these in their names, e.g. 'size 64,' sinks")  # fmt: skip
     add("--spread", action="store_true", help="few cases that hold every size, dtype and option")
     add("--list", action="store_true", help="print the cases' names and compile nothing")
     add("--target", default="h200", choices=sorted(TARGETS))

@@ -78,7 +78,7 @@ class RaggedPagedAttention:
         return Program(attend, args)
 
     def expected(self, case: Case) -> dict[str, Expected]:
-        size, item = case.head_size, jnp.dtype(case.cache_dtype).itemsize
+        size, item = case.size, jnp.dtype(case.cache_dtype).itemsize
         decode, prefill = config.decode_config(size), config.prefill_config(size)
         ring = functools.partial(Expected, matmuls=True, loads=True, stores=True)
         return {
@@ -110,8 +110,8 @@ def _takes(case: Case) -> bool:
 
 
 def _queries(case: Case) -> Any:
-    return array(case.dtype, 256, _KV_HEADS * _GROUP, case.head_size)
+    return array(case.dtype, 256, _KV_HEADS * _GROUP, case.size)
 
 
 def _pages(case: Case) -> Any:
-    return array(case.cache_dtype, 512, _KV_HEADS, case.page_size, case.head_size)
+    return array(case.cache_dtype, 512, _KV_HEADS, case.page_size, case.size)

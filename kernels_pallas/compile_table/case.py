@@ -14,8 +14,10 @@ class Case:
     """One combination that compiles into one or more kernels."""
 
     operation: str
-    head_size: int
+    size: int
+    """Of a head; of a row for operations that know no heads."""
     page_size: int
+    """0 for operations without pages."""
     dtype: str
     cache_dtype: str
     options: str
@@ -23,14 +25,14 @@ class Case:
     def __str__(self) -> str:
         cache = "" if self.cache_dtype == self.dtype else f", cache {self.cache_dtype}"
         return (
-            f"{self.operation}, head size {self.head_size}, page size {self.page_size}, "
+            f"{self.operation}, size {self.size}, page size {self.page_size}, "
             f"{self.dtype}{cache}, options {self.options}"
         )
 
     @property
     def features(self) -> frozenset[tuple[str, Any]]:
         """What a selection should hold at least once, per operation."""
-        names = ("head_size", "page_size", "dtype", "cache_dtype", "options")
+        names = ("size", "page_size", "dtype", "cache_dtype", "options")
         return frozenset((name, getattr(self, name)) for name in names)
 
 

@@ -13,7 +13,7 @@ from kernels_pallas.compile_table.measure import Row
 from kernels_pallas.gpu_target import get_target
 
 _COLUMNS = (
-    "kernel", "head size", "page size", "dtype", "cache", "options",
+    "kernel", "size", "page size", "dtype", "cache", "options",
     "registers", "spilled", "shared memory", "threads", "blocks per SM", "in flight per SM", "stages",
     "wgmma", "TMA in", "TMA out", "loads in loops", "stores in loops",
 )  # fmt: skip
@@ -24,7 +24,8 @@ Every combination that the operations claim, compiled for a GPU that was not the
 it fails, and says why, when a kernel spills, overflows shared memory, has under 2 stages or too little in flight, lacks an
 instruction that it lives from, stores from its inner loop by threads, or does things in an order that only works by luck.
 
-- A row stands for all the combinations of the page sizes, dtypes and cache dtypes that it lists; numbers are their range.
+- A row stands for all the combinations of the page sizes and dtypes that it lists; numbers are their range. *size*: of a head, or
+  of a row where there are no heads.
 - *registers, spilled*: of the code that XLA's pipeline makes, spilled bytes stored and loaded. *shared memory*: KiB of a thread
   block, barriers included. *blocks per SM*: by registers, shared memory and threads.
 - *in flight per SM*: KiB of loads on their way while one stage of each block's ring is worked on.
@@ -87,7 +88,7 @@ def _groups(rows: Sequence[Row]) -> list[_Group]:
     for row in rows:
         case = row.case
         cache = _SAME if case.cache_dtype == case.dtype else case.cache_dtype
-        by_key.setdefault((row.kernel, case.options, cache, case.head_size), []).append(row)
+        by_key.setdefault((row.kernel, case.options, cache, case.size), []).append(row)
     groups = []
     for _, members in sorted(by_key.items(), key=lambda item: item[0]):
         group = _Group(tuple(members))
@@ -104,7 +105,7 @@ def _table(groups: Sequence[_Group]) -> list[str]:
         lines.append(
             (
                 group.rows[0].kernel,
-                str(case.head_size),
+                str(case.size),
                 ", ".join(map(str, sorted(group.listed("page_size")))),
                 ", ".join(group.listed("dtype")),
                 _SAME if case.cache_dtype == case.dtype else case.cache_dtype,
@@ -136,9 +137,9 @@ def named_cases(text: str) -> dict[Case, set[str]]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != len(_COLUMNS) or not cells[1].isdigit():
             continue
-        kernel, head_size, page_sizes, dtypes, cache, options, *_ = cells
+        kernel, size, page_sizes, dtypes, cache, options, *_ = cells
         for page_size, dtype in product(page_sizes.split(", "), dtypes.split(", ")):
             cache_dtype = dtype if cache == _SAME else cache
-            case = Case(operation, int(head_size), int(page_size), dtype, cache_dtype, options)
+            case = Case(operation, int(size), int(page_size), dtype, cache_dtype, options)
             found.setdefault(case, set()).add(kernel)
     return found

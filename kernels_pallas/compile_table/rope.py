@@ -30,7 +30,7 @@ _OPTIONS = (
 
 class RopeKVCacheUpdate:
     def claims(self) -> list[Case]:
-        sizes = {(c.head_size, c.page_size) for c in attention.RaggedPagedAttention().claims()}
+        sizes = {(c.size, c.page_size) for c in attention.RaggedPagedAttention().claims()}
         dtypes = ("bfloat16", "float16", "float32")
         return [
             case
@@ -49,7 +49,7 @@ class RopeKVCacheUpdate:
     def _args(self, case: Case) -> tuple[Any, ...]:
         heads, _, extras = case.options.partition(", ")
         num_kv_heads, group = _HEADS[heads]
-        size = case.head_size
+        size = case.size
         pages = array(case.cache_dtype, 512, num_kv_heads, case.page_size, size)
         angles = array(
             jnp.float32, _NUM_TOKENS, size // 4 if "half rotated" in extras else size // 2

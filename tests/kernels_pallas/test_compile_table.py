@@ -41,7 +41,7 @@ def test_what_is_claimed():
     by_operation = Counter(case.operation for case in all_claims())
     assert by_operation.keys() == OPERATIONS.keys()
     attention = [c for c in all_claims() if c.operation == "ragged_paged_attention"]
-    assert {c.head_size for c in attention} == {64, 80, 96, 128, 256}
+    assert {c.size for c in attention} == {64, 80, 96, 128, 256}
     assert {c.page_size for c in attention} == {16, 32, 64, 128}
     assert {"bfloat16", "float16"} <= {c.dtype for c in attention}
 
@@ -248,7 +248,7 @@ def test_a_table_with_gaps_names_no_more_than_there_is():
 
 def test_problems_are_listed_with_their_case():
     line = (
-        "ragged_paged_attention, head size 64, page size 16, bfloat16, cache int8, "
+        "ragged_paged_attention, size 64, page size 16, bfloat16, cache int8, "
         "options window, cap, paged_decode: no wgmma"
     )
     rows = [row(CASES[2], problems=("no wgmma",))]
@@ -258,8 +258,8 @@ def test_problems_are_listed_with_their_case():
 
 def test_selection_by_words(capsys):
     assert select(CASES, ["page size 16,", "cache int8"]) == [CASES[2]]
-    assert main(["--list", "--select", "head size 80,", "page size 16,", "float16"]) == 0
+    assert main(["--list", "--select", "size 80,", "page size 16,", "float16"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed and all("head size 80, page size 16" in line for line in listed)
-    assert main(["--select", "head size 63"]) == 1
+    assert listed and all("size 80, page size 16" in line for line in listed)
+    assert main(["--select", "size 63"]) == 1
     assert "nothing claimed has" in capsys.readouterr().err
