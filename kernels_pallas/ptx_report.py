@@ -30,7 +30,7 @@ _DUMPS = {
 }
 """Mosaic GPU prints them; into a directory it would write hundreds of megabytes beside them."""
 
-MATMUL = "wgmma.mma_async"
+MATMUL = r"wgmma\.mma_async"
 TMA_LOAD = r"cp\.async\.bulk\.(tensor\.)?.*shared::(cta|cluster)\.global"
 TMA_STORE = r"cp\.(reduce\.)?async\.bulk\.(tensor\.)?.*global\.shared::cta"
 
@@ -65,10 +65,9 @@ class KernelReport:
 
     @cached_property
     def inner_loops(self) -> list[list[Instruction]]:
-        """Where the work is done: the innermost loops with matmuls or copies in bulk, or all if there are none."""
-        return self.ptx.innermost_loops([MATMUL, "cp.async.bulk"]) or self.ptx.innermost_loops(
-            ["ld.global", "st.global"]
-        )
+        """Where the work is done: the innermost loops with matmuls or TMA loads, else those with loads by threads."""
+        loops = self.ptx.innermost_loops(f"{MATMUL}|{TMA_LOAD}")
+        return loops or self.ptx.innermost_loops(r"ld\.global")
 
     def count_in_loops(self, opcode: str) -> int:
         """As `count`, in `inner_loops` only."""

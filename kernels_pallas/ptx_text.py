@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -99,21 +99,22 @@ class Kernel:
                     pending += instruction.all_registers - seen
         return bool(set(re.findall(r"[$\w]+", address)) & self.shared_names)
 
-    def innermost_loops(self, opcodes: Sequence[str]) -> list[list[Instruction]]:
-        """Of the loops that hold an opcode with one of these prefixes, those without another such loop inside."""
-        prefixes = tuple(opcodes)
+    def innermost_loops(self, opcode: str) -> list[list[Instruction]]:
+        """Of the loops that hold an opcode which a regular expression matches from its start, those without another such
+        loop inside."""
+        pattern = re.compile(opcode)
         found = []
-        pending = self._loops(frozenset(range(len(self.blocks))), prefixes)
+        pending = self._loops(frozenset(range(len(self.blocks))), pattern)
         while pending:
             loop = pending.pop()
-            if inner := self._loops(loop - {self._entry(loop)}, prefixes):
+            if inner := self._loops(loop - {self._entry(loop)}, pattern):
                 pending += inner
             else:
                 found.append([i for b in sorted(loop) for i in self.blocks[b].instructions])
         return found
 
-    def _loops(self, among: frozenset[int], opcodes: tuple[str, ...]) -> list[frozenset[int]]:
-        """The largest sets of blocks of a subset that reach each other and hold one of the opcodes."""
+    def _loops(self, among: frozenset[int], opcode: re.Pattern[str]) -> list[frozenset[int]]:
+        """The largest sets of blocks of a subset that reach each other and hold the opcode."""
         reached = {block: self._reached(block, among) for block in among}
         loops = {
             frozenset(other for other in reached[block] if block in reached[other])
@@ -123,7 +124,7 @@ class Kernel:
         return [
             loop
             for loop in sorted(loops, key=min)
-            if any(i.opcode.startswith(opcodes) for b in loop for i in self.blocks[b].instructions)
+            if any(opcode.match(i.opcode) for b in loop for i in self.blocks[b].instructions)
         ]
 
     def _reached(self, block: int, among: frozenset[int]) -> set[int]:

@@ -240,16 +240,16 @@ def test_loops_within_loops():
     text = kernel(
         "$L1:", "ld.global.b64 %rd2, [%rd1];", *inner, "@%p1 bra $L1;", "ld.global.b32 %r3, [%rd3];"
     )
-    (loop,) = parse_kernel(text).innermost_loops(["wgmma"])
+    (loop,) = parse_kernel(text).innermost_loops("wgmma")
     assert [i.opcode for i in loop if i.opcode.startswith("ld.")] == ["ld.global.b32"]
-    (spin,) = parse_kernel(text).innermost_loops(["mbarrier.try_wait"])
+    (spin,) = parse_kernel(text).innermost_loops("mbarrier.try_wait")
     assert [i.opcode for i in spin] == ["mbarrier.try_wait.parity.shared.b64", "bra.uni", "bra.uni"]
-    assert parse_kernel(text).innermost_loops(["cp.async"]) == []
+    assert parse_kernel(text).innermost_loops("cp.async") == []
 
 
 def test_labels_of_inline_assembly_may_repeat():
     parsed = parse_kernel(kernel(BARRIER_WAIT, BARRIER_WAIT))
-    assert len(parsed.innermost_loops(["mbarrier.try_wait"])) == 2
+    assert len(parsed.innermost_loops("mbarrier.try_wait")) == 2
 
 
 @pytest.mark.parametrize(
