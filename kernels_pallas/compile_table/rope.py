@@ -19,13 +19,14 @@ _NUM_TOKENS = 64
 _HEADS = {"8 x 4 heads": (8, 4), "2 x 8 heads": (2, 8)}
 """kv heads and query heads of each: the whole of a small model, a share of a large one."""
 
-_OPTIONS = (
-    "8 x 4 heads",
-    "8 x 4 heads, norm",
-    "8 x 4 heads, half rotated",
-    "8 x 4 heads, norm, half rotated",
-    "2 x 8 heads",
-)
+_OPTIONS = {
+    "8 x 4 heads": None,
+    "8 x 4 heads, norm": (16,),
+    "8 x 4 heads, half rotated": (32,),
+    "8 x 4 heads, norm, half rotated": (64,),
+    "2 x 8 heads": (128,),
+}
+"""And the page sizes where each is compiled: they change the address of a copy and nothing else, so all of them once."""
 
 
 class RopeKVCacheUpdate:
@@ -34,8 +35,11 @@ class RopeKVCacheUpdate:
         dtypes = ("bfloat16", "float16", "float32")
         return [
             case
-            for (head_size, page_size), dtype, chosen in product(sorted(sizes), dtypes, _OPTIONS)
-            if self._takes(case := Case(NAME, head_size, page_size, dtype, dtype, chosen))
+            for (size, page_size), dtype, (options, page_sizes) in product(
+                sorted(sizes), dtypes, _OPTIONS.items()
+            )
+            if page_sizes is None or page_size in page_sizes
+            if self._takes(case := Case(NAME, size, page_size, dtype, dtype, options))
         ]
 
     def _takes(self, case: Case) -> bool:
