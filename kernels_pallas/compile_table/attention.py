@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,74 +16,61 @@ from kernels_pallas.ragged_paged_attention import mosaic_gpu_config as config
 NAME = "ragged_paged_attention"
 
 _KV_HEADS, _GROUP = 8, 4
+_ROWS, _TOKENS = 16, 256
 _DTYPES = ("bfloat16", "float16", "float32")
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _HEAD_SIZES = range(8, 513, 8)
 _PAGE_SIZES = [1 << n for n in range(11)]
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "window, cap": {"sliding_window": 1000, "soft_cap": 30.0},
-    "window, cap, sinks, lse": {
-        "sliding_window": 1000,
-        "soft_cap": 30.0,
-        "sinks": True,
-        "return_lse": True,
-    },
-    "not causal, lse": {"causal": False, "return_lse": True},
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    decode_only: bool = False
+    everything: bool = False
+    """Sliding window and soft cap."""
+    page_sizes: tuple[int, ...] | None = None
+    """Where the option adds nothing to the page sizes that others are compiled for, only these."""
+
+
+_OPTIONS = {
+    "mixed, window, cap": _Options(everything=True),
+    "mixed": _Options(page_sizes=(16,)),
+    "decode only": _Options(decode_only=True, page_sizes=(64,)),
 }
-"""By the names in a table; sinks are an array that the program makes."""
 
 
 class RaggedPagedAttention:
     def claims(self) -> list[Case]:
-        """Of options of which one set contains another, the larger one."""
         caches = [(dtype, cache) for dtype in _DTYPES for cache in (dtype, *_EIGHT_BITS)]
-        cases = [
-            Case(NAME, head_size, page_size, dtype, cache, options)
-            for head_size, page_size, (dtype, cache), options in product(
-                _HEAD_SIZES, _PAGE_SIZES, caches, _OPTIONS
+        return [
+            case
+            for head_size, page_size, (dtype, cache), (name, options) in product(
+                _HEAD_SIZES, _PAGE_SIZES, caches, _OPTIONS.items()
             )
+            if options.page_sizes is None or page_size in options.page_sizes
+            if config.unsupported(
+                _queries(case := Case(NAME, head_size, page_size, dtype, cache, name)), _pages(case)
+            )
+            is None
         ]
-        claimed = [case for case in cases if _takes(case)]
-        all_options = {case.options for case in claimed}
-        contained = {o for o in all_options if any(p != o and p.startswith(o) for p in all_options)}
-        return [case for case in claimed if case.options not in contained]
 
     def program(self, case: Case) -> Program:
-        from kernels_pallas.ragged_paged_attention import mosaic_gpu
-
-        options = dict(_OPTIONS[case.options])
-        has_sinks = options.pop("sinks", False)
-        has_scales = case.cache_dtype in _EIGHT_BITS
-
-        def attend(*arrays: Any) -> Any:
-            rest = list(arrays[5:])
-            sinks = rest.pop() if has_sinks else None
-            scales = tuple(rest) if has_scales else None
-            return mosaic_gpu.ragged_paged_attention(
-                *arrays[:5], scale=0.1, sinks=sinks, kv_scales=scales, **options
-            )
-
         pages = _pages(case)
-        scales = [array(jnp.float32, _KV_HEADS)] * 2 if has_scales else []
-        sinks = [array(jnp.float32, _KV_HEADS * _GROUP)] if has_sinks else []
-        args = (
-            _queries(case),
-            (pages, pages),
-            array(jnp.int32, 16, 128),
-            array(jnp.int32, 16),
-            array(jnp.int32, 17),
-            *scales,
-            *sinks,
-        )
-        return Program(attend, args)
+        num_rows = _TOKENS if _OPTIONS[case.options].decode_only else _ROWS
+        args = {
+            "q_tnh": _queries(case),
+            "kv_pages": (pages, pages),
+            "block_tables": array(jnp.int32, num_rows, 128),
+            "seq_lens": array(jnp.int32, num_rows),
+            "query_start_loc": array(jnp.int32, num_rows + 1),
+        }
+        return Program(_attend(_OPTIONS[case.options]), (args,))
 
     def expected(self, case: Case) -> dict[str, Expected]:
         size, item = case.size, jnp.dtype(case.cache_dtype).itemsize
         decode, prefill = config.decode_config(size), config.prefill_config(size)
         ring = functools.partial(Expected, matmuls=True, loads=True, stores=True)
-        return {
+        kernels = {
             "paged_decode": ring(
                 stages=decode.stages,
                 stage_bytes=2 * decode.block_tokens * size * item,
@@ -89,28 +78,33 @@ class RaggedPagedAttention:
                 shared_memory=decode.shared_memory(size, item),
             ),
             "paged_decode_merge": Expected(stores=True),
-            "paged_prefill": ring(
+        }
+        if not _OPTIONS[case.options].decode_only:
+            kernels["paged_prefill"] = ring(
                 stages=prefill.stages,
                 stage_bytes=2 * prefill.block_tokens * size * item,
                 shared_memory=prefill.shared_memory(size, item),
-            ),
-        }
+            )
+        return kernels
 
 
-def _takes(case: Case) -> bool:
-    options = _OPTIONS[case.options]
-    reason = config.unsupported(
-        _queries(case),
-        _pages(case),
-        causal=options.get("causal", True),
-        has_sinks="sinks" in options,
-        return_lse="return_lse" in options,
-    )
-    return reason is None
+def _attend(options: _Options) -> Callable[[dict[str, Any]], Any]:
+    def attend(args: dict[str, Any]) -> Any:
+        from kernels_pallas.ragged_paged_attention import mosaic_gpu
+
+        return mosaic_gpu.ragged_paged_attention(
+            **args,
+            scale=0.1,
+            sliding_window=1000 if options.everything else None,
+            soft_cap=30.0 if options.everything else None,
+            decode_only=options.decode_only,
+        )
+
+    return attend
 
 
 def _queries(case: Case) -> Any:
-    return array(case.dtype, 256, _KV_HEADS * _GROUP, case.size)
+    return array(case.dtype, _TOKENS, _KV_HEADS * _GROUP, case.size)
 
 
 def _pages(case: Case) -> Any:
