@@ -28,7 +28,7 @@ from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
 from kernels_pallas.gpu_target import CompiledReport, GpuTarget, device_mesh, get_target
 from kernels_pallas.hlo_report import HloReport, analyze, inputs_of
 from kernels_pallas.hlo_slices import sliced_operands
-from kernels_pallas.ptx_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
+from kernels_pallas.kernel_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
 
 LEAST_MOVE = 1 << 20
 """Bytes from which a copy of a weight or of the cache is reported: it takes a GPU less than a launch to move fewer."""

@@ -9,8 +9,8 @@ from typing import Any
 from kernels_pallas.compile_table.case import Case, Expected
 from kernels_pallas.compile_table.operations import OPERATIONS
 from kernels_pallas.gpu_target import GpuTarget, device_mesh, get_target
+from kernels_pallas.kernel_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
 from kernels_pallas.ptx_order import violations
-from kernels_pallas.ptx_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
 
 
 @dataclass(frozen=True)

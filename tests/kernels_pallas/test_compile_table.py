@@ -19,7 +19,7 @@ from kernels_pallas.compile_table.measure import Row, problems
 from kernels_pallas.compile_table.operations import OPERATIONS, claims
 from kernels_pallas.compile_table.render import named_cases, problem_lines, render
 from kernels_pallas.gpu_target import get_target
-from kernels_pallas.ptx_report import KernelReport
+from kernels_pallas.kernel_report import KernelReport
 from kernels_pallas.ptx_text import parse_kernel
 from tests.gpu_compiler import needs_compiler
 
