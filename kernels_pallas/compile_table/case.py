@@ -48,8 +48,10 @@ class Expected:
     stages: int | None = None
     """Of the ring in shared memory that loads fill."""
     stage_bytes: int = 0
+    stages_in_use: int = 1
+    """Worked on at a time, so that nothing can be loaded into them."""
     least_in_flight: int = 0
-    """Bytes that each core must have on their way, with one stage of each ring being worked on."""
+    """Bytes that each core must have on their way."""
     read_by_threads: tuple[str, ...] = ()
     """Beginnings of the lines of source that store to shared memory which neither matmuls nor copies touch."""
     shared_memory: int | None = None

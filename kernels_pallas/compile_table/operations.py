@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kernels_pallas.compile_table import attention, rope
+from kernels_pallas.compile_table import attention, mla, rope
 from kernels_pallas.compile_table.case import Case, Operation
 
 OPERATIONS: dict[str, Operation] = {
     attention.NAME: attention.RaggedPagedAttention(),
+    mla.NAME: mla.MlaAttention(),
     rope.NAME: rope.RopeKVCacheUpdate(),
 }
 
