@@ -75,6 +75,8 @@ class RaggedPagedAttention:
                 stages=decode.stages,
                 stage_bytes=2 * decode.block_tokens * size * item,
                 least_in_flight=64 << 10,
+                # Two registers, where a page takes several copies.
+                most_spilled=16 if size == 256 and case.page_size > 16 else 0,
                 shared_memory=decode.shared_memory(size, item),
             ),
             "paged_decode_merge": Expected(stores=True),

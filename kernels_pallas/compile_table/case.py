@@ -54,6 +54,8 @@ class Expected:
     """Bytes that each core must have on their way."""
     read_by_threads: tuple[str, ...] = ()
     """Beginnings of the lines of source that store to shared memory which neither matmuls nor copies touch."""
+    most_spilled: int = 0
+    """Bytes stored and loaded that are known to spill and were judged harmless."""
     shared_memory: int | None = None
     """What the kernel's config accounts for, of a block."""
 

@@ -99,7 +99,7 @@ def problems(
     kernel: KernelReport, expected: Expected, target: GpuTarget, in_flight: int | None
 ) -> Iterator[str]:
     """What a kernel does not keep of what is expected of it."""
-    if kernel.spilled_bytes or kernel.stack_bytes:
+    if max(kernel.spilled_bytes, kernel.stack_bytes) > expected.most_spilled:
         yield f"spills {kernel.spilled_bytes} bytes, {kernel.stack_bytes} bytes of stack"
     if kernel.shared_memory > target.shared_memory_per_block:
         yield f"{kernel.shared_memory} bytes of shared memory, a block has {target.shared_memory_per_block}"

@@ -187,6 +187,12 @@ def test_what_is_wrong_is_named(message, kernel):
     assert any(message in line for line in found(kernel)), found(kernel)
 
 
+def test_spills_that_are_known():
+    known = replace(EXPECTED, most_spilled=16)
+    assert found(report(spilled_bytes=16, stack_bytes=8), known) == []
+    assert found(report(spilled_bytes=24, stack_bytes=8), known) != []
+
+
 def test_too_few_stages_and_bytes_in_flight():
     assert "1 stages" in found(report(barriers=(1,)), replace(EXPECTED, stages=1))
     assert found(report(), in_flight=63 << 10) == ["63 KiB in flight, at least 64 expected"]
