@@ -11,9 +11,8 @@ import pytest
 from jaxinfer.executor import compiler_options
 from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.parallel.mesh import MODEL_AXIS, make_mesh
-from kernels_pallas.gpu_target import device_mesh, get_target, missing_compiler
-
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+from kernels_pallas.gpu_target import device_mesh, get_target
+from tests.gpu_compiler import needs_compiler
 
 
 def test_a_cpu_gets_none():

@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas import add_rms_norm
 from kernels_pallas.compile_job import run_job
-from kernels_pallas.gpu_target import device_mesh, get_target, missing_compiler
+from kernels_pallas.gpu_target import device_mesh, get_target
+from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas import add_rms_norm_jobs as jobs
-
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 
 def job(function: str, timeout: float = 150, **arguments: Any) -> Any:

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_plan import (
     ITEM_COST,
@@ -31,12 +30,12 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_plan import (
     plan_decode,
 )
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
+from tests.gpu_compiler import needs_compiler
 
 HERE = Path(__file__).parent
 LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
 TOLERANCE = 1e-2
 STUCK = "no progress"
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 
 def sizes(cores: int, min_blocks: int = 1, slots: int = 3, block_tokens: int = 64) -> dict:

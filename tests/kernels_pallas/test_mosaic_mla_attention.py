@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
+from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.mla_attention.mosaic_gpu_config import tuned_config
 from tests.gpu_compiler import needs_compiler
 

@@ -19,18 +19,17 @@ import numpy as np
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
     max_prefill_items,
     plan_prefill,
 )
+from tests.gpu_compiler import needs_compiler
 
 HERE = Path(__file__).parent
 LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
 TOLERANCE = 1e-2
 STUCK = "no progress"
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 # Two slots: a tile of seven blocks fills each of them at least three times.
 IN_TILES = {"block_tokens": 64, "stages": 2, "cores": 2, "queries_in_registers": False}

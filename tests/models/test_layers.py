@@ -9,9 +9,8 @@ import pytest
 
 from jaxinfer.models.layers import linear, num_partial_sums, product_dtype
 from jaxinfer.parallel.mesh import MODEL_AXIS
-from kernels_pallas.gpu_target import device_mesh, get_target, missing_compiler
-
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+from kernels_pallas.gpu_target import device_mesh, get_target
+from tests.gpu_compiler import needs_compiler
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
