@@ -55,7 +55,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "window_and_cap": (
         {
-            "rows": [(330, 20), (40, 40)],
+            # The windows of a tile of (365, 16) begin on both sides of a block border.
+            "rows": [(365, 16), (40, 40)],
             "group": 8,
             "sliding_window": 100,
             "soft_cap": 5.0,
@@ -211,8 +212,9 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
     "not_faded": (
         FAULT_CASE, "prefill_consumer", [("tiles.faded(acc, fade)", "acc")],
     ),
-    "turns_all_in_one_direction": (
-        FAULT_CASE, "prefill_work", [("turn & 1 == 0", "(turn & 1 == 0) | (turn == 1)")],
+    "tiles_skipped": (
+        FAULT_CASE, "prefill_work",
+        [("index = turn * problem.cores +", "index = turn * (problem.cores + 1) +")],
     ),
     "rows_of_the_next_request_written": (
         FAULT_CASE, "prefill_consumer", [("own_tokens == share", "own_tokens > 0")],
@@ -320,9 +322,9 @@ def test_planted_faults_are_caught(name, runs, request):
         found = check(runs[request.node.name].result())
     except JobError as error:
         found = str(error)[-300:]
-        # A race or a misused barrier, noticed by the interpreter, or a wait without end. Not a slow
-        # machine, nor a fault that could not be planted.
-        signs = ("RACE DETECTED", "Barrier", "barrier", "Thread", STUCK)
+        # A race, a misused barrier or an index out of bounds, noticed by the interpreter, or a wait without end.
+        # Not a slow machine, nor a fault that could not be planted.
+        signs = ("RACE DETECTED", "Barrier", "barrier", "Thread", "but buffer has shape", STUCK)
         assert "took longer" not in str(error), error
         assert any(sign in str(error) for sign in signs), error
     print(found)
