@@ -88,7 +88,7 @@ def shared_decode(
         ((shared + own, 1),) * num_rows,
         num_rows,
         num_rows,
-        shared,
+        shared=shared,
     )
     together = replace(by_itself, label=f"{by_itself.label}, read once", together=True)
     return by_itself, together

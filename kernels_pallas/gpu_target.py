@@ -177,16 +177,20 @@ def compile_for(
         out_shardings: As for `jax.jit`; None lets XLA choose.
         compiler_options: See `compile_lowered`.
     """
+    kwargs = {} if out_shardings is None else {"out_shardings": out_shardings}
+    jitted = jax.jit(fn, donate_argnums=donate_argnums, **kwargs)
+    return compile_lowered(mesh, lambda: jitted.lower(*placed(mesh, args)), compiler_options)
+
+
+def placed(mesh: jax.sharding.Mesh, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Trees of shapes, replicated over the mesh where they have no sharding."""
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None) or replicated
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    args = jax.tree.map(placed, tuple(args))
-    kwargs = {} if out_shardings is None else {"out_shardings": out_shardings}
-    jitted = jax.jit(fn, donate_argnums=donate_argnums, **kwargs)
-    return compile_lowered(mesh, lambda: jitted.lower(*args), compiler_options)
+    return jax.tree.map(place, tuple(args))
 
 
 def compile_lowered(

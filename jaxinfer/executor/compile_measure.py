@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +25,10 @@ from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import describe_model
 from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
-from kernels_pallas.gpu_target import compile_lowered, device_mesh, get_target
+from kernels_pallas.gpu_target import CompiledReport, GpuTarget, device_mesh, get_target
 from kernels_pallas.hlo_report import HloReport, analyze, inputs_of
+from kernels_pallas.hlo_slices import sliced_operands
+from kernels_pallas.kernel_report import MATMUL, TMA_LOAD, TMA_STORE, KernelCompiler, KernelReport
 
 LEAST_MOVE = 1 << 20
 """Bytes from which a copy of a weight or of the cache is reported: it takes a GPU less than a launch to move fewer."""
@@ -55,6 +57,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-70b": _llama(128_256, 8192, 28_672, 80, 64, 8),
 }
 """Shapes of Llama 3's models, as their configs give them."""
+
+_NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+"""XLA's own kernels are refused when they spill."""
 
 PROGRAMS = ("decode", "shared_prefix", "mixed", "sample_greedy", "sample_random")
 
@@ -169,7 +174,7 @@ def _measure_program(
             lambda: programs.lower_sample(work.rows, features),
             sample_floor(decoder, work),
         )
-    compiled = compile_lowered(decoder.mesh, lower)
+    compiled, mosaic = KernelCompiler(decoder.mesh).compile_lowered(lower, _NO_SPILLS)
     leaves = {f"leaves[{i}]": ".".join(path) for i, path in enumerate(decoder.leaves)}
     watched = [
         name for name in inputs_of(compiled.hlo) if name.startswith(("leaves", "head", "kv_cache"))
@@ -206,7 +211,39 @@ def _measure_program(
             }
             for kernel in (layers[len(layers) // 2] if layers else ())
         ],
+        "mosaic_kernels": [_kernel_facts(kernel, gpu) for kernel in mosaic],
+        "problems": list(_problems(compiled, mosaic, gpu)),
     }
+
+
+def _kernel_facts(kernel: KernelReport, gpu: GpuTarget) -> dict[str, Any]:
+    return {
+        "name": kernel.name,
+        "registers": kernel.registers,
+        "spilled_bytes": kernel.spilled_bytes,
+        "shared_memory": kernel.shared_memory,
+        "blocks_per_core": kernel.blocks_per_core(gpu),
+        "matmuls": kernel.count(MATMUL),
+        "loads": kernel.count(TMA_LOAD),
+        "stores": kernel.count(TMA_STORE),
+    }
+
+
+def _problems(
+    compiled: CompiledReport, mosaic: list[KernelReport], gpu: GpuTarget
+) -> Iterator[str]:
+    """What would fail, or be luck, on the GPU."""
+    for kernel in mosaic:
+        if kernel.spilled_bytes or kernel.stack_bytes:
+            yield f"{kernel.name} spills {kernel.spilled_bytes} bytes"
+        if kernel.shared_memory > gpu.shared_memory_per_block:
+            yield f"{kernel.name} takes {kernel.shared_memory} bytes of shared memory"
+    for operand in sliced_operands(compiled.hlo):
+        if not operand.is_safe:
+            yield (
+                f"{operand.source}: operand {operand.operand} is a slice at byte {operand.offset}, "
+                + ("of a call that updates in place" if operand.updates_in_place else "not aligned")
+            )
 
 
 def cache_bytes(decoder: FunctionalDecoder, work: Workload) -> int:

@@ -27,6 +27,10 @@ _COLUMNS = (
     "GFLOP", "÷ floor", "roofline", "floor", "kernels", "a layer", "copies of weights or cache",
 )  # fmt: skip
 
+_MOSAIC_COLUMNS = (
+    "kernel", "in", "registers", "spilled bytes", "shared memory", "blocks per SM", "wgmma", "TMA in", "TMA out",
+)  # fmt: skip
+
 _NOTES = """\
 How to read it:
 
@@ -40,6 +44,8 @@ How to read it:
 - *roofline*: the sum over kernels of bytes ÷ bandwidth or FLOPs ÷ peak, whichever is longer; launches, the host and the
   links between devices cost nothing here. *floor* beside it: the same of the floor's totals.
 - *kernels a layer*: from the first kernel that reads a weight of one layer to the first of the next.
+- No kernel spills: XLA's own are refused if they do, the library's are listed below the table, with their instructions.
+- The library's kernels get slices of the step's packed integers where they lie, aligned as Mosaic GPU asks (256 bytes).
 - XLA tunes no matmul without a device: on a GPU other kernels may be picked.
 """
 
@@ -68,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None:
         options = shlex.join(sys.argv[1:] if argv is None else argv)
         args.output.write_text(render(sections, args.target, work, options))
-    return int(any(isinstance(r, str) for s in sections for r in s.results.values()))
+    results = [result for section in sections for result in section.results.values()]
+    return int(any(isinstance(result, str) or result["problems"] for result in results))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,6 +162,11 @@ def render_section(section: Section, work: Workload) -> str:
                 f"- {m['label']}: {_mib(m['num_bytes'])} by {m['kernel']} ({m['source']})"
                 for m in result["moved"]
             ]
+    for program, result in measured.items():
+        if result["problems"]:
+            lines += ["", f"**Wrong in {program}:**", ""]
+            lines += [f"- {problem}" for problem in result["problems"]]
+    lines += _mosaic_table(measured)
     if (decode := measured.get("decode")) and decode["layer"]:
         lines += ["", f"Kernels of one layer of {section.model}'s decode step:", ""]
         lines += _table(("kernel", "from", "reads", "MB moved", "GFLOP"), _layer_rows(decode))
@@ -196,6 +208,25 @@ def _layer_rows(result: dict[str, Any]) -> list[list[str]]:
         ]
         for kernel in result["layer"]
     ]
+
+
+def _mosaic_table(measured: dict[str, dict[str, Any]]) -> list[str]:
+    rows = [
+        [
+            kernel["name"],
+            program,
+            str(kernel["registers"]),
+            str(kernel["spilled_bytes"]),
+            f"{kernel['shared_memory'] / 1024:.1f} KiB",
+            str(kernel["blocks_per_core"]),
+            str(kernel["matmuls"] or ""),
+            str(kernel["loads"] or ""),
+            str(kernel["stores"] or ""),
+        ]
+        for program, result in measured.items()
+        for kernel in result["mosaic_kernels"]
+    ]
+    return ["", "The library's own kernels:", "", *_table(_MOSAIC_COLUMNS, rows)] if rows else []
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,6 +10,10 @@ from jaxinfer.engine.plan import AdmittedRow, ForcedTokens, StepPlan
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from kernels_pallas.ragged_paged_attention.check import check_batch
 
+_ALIGNMENT = 64
+"""Of the pieces of a packed vector, in int32s: the 256 bytes that Mosaic GPU asks of a kernel's operand. XLA hands a
+kernel a slice where it lies in the vector."""
+
 FROM_DEVICE = -1
 """Stands for a token that only the device knows yet: the one the row sampled last."""
 
@@ -18,7 +22,7 @@ FROM_DEVICE = -1
 class PackedLayout:
     """Where each input of a step lies in the one int32 vector that carries them all to the device.
 
-    One transfer a step instead of seven. The device side slices it at these static offsets.
+    One transfer a step instead of seven. The device side slices it at these static, aligned offsets.
     """
 
     shape: StepShape
@@ -43,18 +47,22 @@ class PackedLayout:
 
     @property
     def size(self) -> int:
-        return sum(self.sizes.values())
+        return sum(map(_aligned, self.sizes.values()))
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """The named pieces of `packed` [size], as views (numpy) or slices (a traced array)."""
         pieces, start = {}, 0
         for name, size in self.sizes.items():
             pieces[name] = packed[start : start + size]
-            start += size
+            start += _aligned(size)
         for name in ("block_tables", "prefix_tables"):
             if name in pieces:
                 pieces[name] = pieces[name].reshape(-1, self.shape.num_pages)
         return pieces
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class InputBatch:

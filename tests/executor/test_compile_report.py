@@ -10,9 +10,8 @@ import pytest
 from jaxinfer.executor.compile_measure import Workload, model_config
 from jaxinfer.executor.compile_report import Section, main, render, render_section
 from kernels_pallas.compile_job import run_job
-from kernels_pallas.gpu_target import missing_compiler
+from tests.gpu_compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 MEASURE = "jaxinfer.executor.compile_measure:measure"
 MIB = 1 << 20
 
@@ -54,6 +53,23 @@ def kernels_of_a_layer(result) -> list[str]:
     ]
 
 
+def check_kernels(result: dict) -> None:
+    """Of the library's own kernels: all there, with their instructions, without spills, in order; slices aligned."""
+    assert result["problems"] == []
+    kernels = {kernel["name"]: kernel for kernel in result["mosaic_kernels"]}
+    attention = {"paged_decode", "paged_decode_merge"}
+    if result["program"] == "mixed":
+        attention |= {"paged_prefill"}
+    assert kernels.keys() >= attention | {"rope_kv_cache_update"}
+    for name in attention - {"paged_decode_merge"}:
+        assert kernels[name]["matmuls"] > 0
+        assert kernels[name]["loads"] > 0
+    for kernel in kernels.values():
+        assert kernel["spilled_bytes"] == 0
+        assert kernel["shared_memory"] <= 232_448
+        assert kernel["blocks_per_core"] >= 1
+
+
 @needs_compiler
 @pytest.mark.parametrize(("program", "num_tokens"), [("decode", 64), ("mixed", 1024)])
 def test_a_whole_8b_step_copies_neither_weights_nor_cache(program, num_tokens):
@@ -64,6 +80,7 @@ def test_a_whole_8b_step_copies_neither_weights_nor_cache(program, num_tokens):
     assert memory["alias"] == cache
     assert result["moved"] == []
     assert memory["temporaries"] < temporaries_bound(num_tokens)
+    check_kernels(result)
 
     # Four matmuls, two norms with the additions before them, the activation, rotation and cache, and attention: its
     # kernel and a merge, and in a mixed step a kernel more.
@@ -113,6 +130,7 @@ def test_each_of_four_devices_has_a_quarter_of_a_70b_step():
     cache = 3 * 2 * (64 * 32 + 1) * 8 * 64 * 128 * 2 // 4
     assert result["memory"]["alias"] == result["cache_bytes"] == cache
     assert result["moved"] == []
+    check_kernels(result)
     layer = 8192 * 8 * 10 * 128 + 8192 * 8192 + 3 * 28_672 * 8192
     matmuls = 2 * 64 * 3 * layer // 4
     assert matmuls <= result["flops"] < 1.2 * result["floor"]["flops"]
@@ -120,6 +138,16 @@ def test_each_of_four_devices_has_a_quarter_of_a_70b_step():
     sums = 7 * 64 * 8192
     assert 2 * sums <= result["collective_bytes"] <= 4 * sums
     assert len(kernels_of_a_layer(result)) <= 10
+
+
+@needs_compiler
+@pytest.mark.parametrize("program", ["decode", "mixed"])
+def test_a_1b_step_updates_its_cache_in_place_with_kernels_in_order(program):
+    result = compiled(program, model="llama-1b", layers=2)
+    cache = 2 * 2 * (64 * 32 + 1) * 8 * 64 * 64 * 2
+    assert result["memory"]["alias"] == result["cache_bytes"] == cache
+    assert result["moved"] == []
+    check_kernels(result)
 
 
 @needs_compiler
@@ -170,6 +198,8 @@ RESULT = {
     "collective_bytes": 0,
     "moved": [],
     "layer": [],
+    "mosaic_kernels": [],
+    "problems": [],
 }
 WORK = Workload(8, 128, 32, 16)
 
@@ -191,6 +221,20 @@ def test_copies_and_open_loops_stand_out():
     assert "| ≥ 6.00 | ≥ 1.50 |" in text
     assert "| 1, 2.0 MiB |" in text
     assert "- layers.0.o: 2.0 MiB by copy.3 (copy)" in text
+
+
+def test_kernels_and_what_is_wrong_with_them_stand_in_the_report():
+    kernel = {
+        "name": "paged_decode",
+        "registers": 190,
+        "spilled_bytes": 0,
+        "shared_memory": 98 << 10,
+    }
+    kernel |= {"blocks_per_core": 2, "matmuls": 12, "loads": 57, "stores": 0}
+    result = {**RESULT, "mosaic_kernels": [kernel], "problems": ["paged_decode spills 8 bytes"]}
+    text = render_section(Section("tiny", 1, {"decode": result}), WORK)
+    assert "| paged_decode | decode | 190 | 0 | 98.0 KiB | 2 | 12 | 57 |  |" in text
+    assert "**Wrong in decode:**\n\n- paged_decode spills 8 bytes\n" in text
 
 
 def test_presets_have_the_published_sizes():

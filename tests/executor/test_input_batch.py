@@ -180,3 +180,17 @@ def test_pack_writes_what_each_group_shares():
     # The rows' own tables and lengths are whole all the same.
     np.testing.assert_array_equal(got["block_tables"][:6], batch.block_tables[plan.rows])
     assert got["seq_lens"].tolist() == [41] * 6 + [0] * 2
+
+
+def test_pieces_start_where_a_kernel_can_take_them():
+    for shape in BucketLadder.create(1000, 48, 2000).all_shapes():
+        layout = PackedLayout(shape)
+        packed = np.zeros(layout.size, np.int32)
+        begin = packed.__array_interface__["data"][0]
+        end = 0
+        for name, view in layout.views(packed).items():
+            start = view.__array_interface__["data"][0] - begin
+            assert start % 256 == 0, (shape, name)
+            assert start >= end, (shape, name)
+            end = start + view.nbytes
+        assert packed.nbytes - 256 < end <= packed.nbytes

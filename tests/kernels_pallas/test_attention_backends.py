@@ -10,12 +10,10 @@ import pytest
 
 from kernels_pallas import ragged_paged_attention
 from kernels_pallas.compile_job import run_job
-from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
 from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
 from kernels_pallas.trace_target import hopper, traced_device_kind
-
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+from tests.gpu_compiler import needs_compiler
 
 
 def chosen(**arguments: Any) -> dict[str, Any]:

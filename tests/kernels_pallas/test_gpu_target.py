@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.gpu_target import TARGETS, device_mesh, get_target, missing_compiler
+from kernels_pallas.gpu_target import TARGETS, device_mesh, get_target
+from tests.gpu_compiler import needs_compiler
 
 SAMPLES = Path(__file__).parent
 CACHE_BYTES = 3 * 256 * 8 * 16 * 64 * 2
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 
 def job(function: str, timeout: float = 60, **arguments: Any) -> Any:

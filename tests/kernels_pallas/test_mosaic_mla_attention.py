@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.mla_attention.mosaic_gpu_config import tuned_config
+from tests.gpu_compiler import needs_compiler
 
 HERE = Path(__file__).parent
 LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
 TOLERANCE = 1e-2
 STUCK = "no progress"
 """What a job says when it ends itself because its kernel waits without end."""
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 SIZES = {"query_tiles": 2}
 # Three slots of the ring and ten blocks: each slot is filled three times and more. One thread block does everything.

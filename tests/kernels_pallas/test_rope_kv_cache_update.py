@@ -12,10 +12,8 @@ import pytest
 
 from kernels_pallas import rope_kv_cache_update
 from kernels_pallas.compile_job import run_job
-from kernels_pallas.gpu_target import missing_compiler
+from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas import rope_kv_cache_update_jobs as jobs
-
-needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
 
 def job(function: str, timeout: float = 150, **arguments: Any) -> Any:

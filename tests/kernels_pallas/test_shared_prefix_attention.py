@@ -223,7 +223,8 @@ def test_planted_faults_are_caught(fault, monkeypatch):
         for user in {module, cascade}:
             if callable(value) and hasattr(user, name):
                 monkeypatch.setattr(user, name, value)
-    with pytest.raises(AssertionError):
+    # Where the arrays are at hand, `ragged_paged_attention` refuses lengths that can't be.
+    with pytest.raises((AssertionError, ValueError)):
         run()
 
 

@@ -1,0 +1,17 @@
+"""The operations that have kernels for Hopper, by name."""
+
+from __future__ import annotations
+
+from kernels_pallas.compile_table import attention, mla, rope
+from kernels_pallas.compile_table.case import Case, Operation
+
+OPERATIONS: dict[str, Operation] = {
+    attention.NAME: attention.RaggedPagedAttention(),
+    mla.NAME: mla.MlaAttention(),
+    rope.NAME: rope.RopeKVCacheUpdate(),
+}
+
+
+def claims() -> list[Case]:
+    """Every combination of every operation."""
+    return [case for operation in OPERATIONS.values() for case in operation.claims()]
