@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_attention.mosaic_gpu_config import BLOCK_TOKENS, MlaConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_plan import max_prefill_items, plan_prefill
+from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
+    cut_tiles,
+    max_prefill_items,
+)
 
 
 class MlaPlan(NamedTuple):
@@ -38,7 +41,7 @@ def plan_tiles(
     starts = query_start_loc[:-1]
     query_lens = jnp.where(seq_lens > 0, query_start_loc[1:] - starts, 0)
     max_tiles = max_prefill_items(num_tokens, seq_lens.shape[0], tile)
-    return plan_prefill(query_lens, query_start_loc, seq_lens, tile, max_tiles)
+    return cut_tiles(query_lens, query_start_loc, seq_lens, tile, max_tiles)[0]
 
 
 def plan_runs(tiles: jax.Array, num_runs: int, config: MlaConfig) -> MlaPlan:

@@ -26,6 +26,36 @@ def max_prefill_items(num_tokens: int, num_rows: int, tile: int) -> int:
     return num_tokens // tile + min(num_rows, num_tokens)
 
 
+def cut_tiles(
+    query_lens: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    tile: int,
+    max_items: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The requests' tokens in tiles, in the tokens' order.
+
+    Args:
+        query_lens: [R] int32, 0 for requests that are left out.
+        tile: tokens per item, at most.
+
+    Returns:
+        Items [I, 4] as in `PrefillPlan`, how many there are [1], and each request's first [R].
+    """
+    tiles_per_row = (query_lens + tile - 1) // tile
+    ends = jnp.cumsum(tiles_per_row, dtype=jnp.int32)
+    begins = ends - tiles_per_row
+    item = jnp.arange(max_items, dtype=jnp.int32)
+    row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+    in_use = row < query_lens.shape[0]
+    row = jnp.minimum(row, query_lens.shape[0] - 1)
+    offset = (item - begins[row]) * tile
+    tokens = jnp.where(in_use, jnp.clip(query_lens[row] - offset, 0, tile), 0)
+    position = seq_lens[row] - query_lens[row] + offset
+    items = jnp.stack([row, query_start_loc[row] + offset, tokens, position], axis=1)
+    return items.astype(jnp.int32), ends[-1:], begins.astype(jnp.int32)
+
+
 def plan_prefill(
     query_lens: jax.Array,
     query_start_loc: jax.Array,
@@ -44,25 +74,12 @@ def plan_prefill(
         tile: tokens per item, at most.
         block: keys per block.
     """
-    tiles_per_row = (query_lens + tile - 1) // tile
-    ends = jnp.cumsum(tiles_per_row, dtype=jnp.int32)
-    begins = ends - tiles_per_row
-    item = jnp.arange(max_items, dtype=jnp.int32)
-    row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-    in_use = row < query_lens.shape[0]
-    row = jnp.minimum(row, query_lens.shape[0] - 1)
-    offset = (item - begins[row]) * tile
-    tokens = jnp.where(in_use, jnp.clip(query_lens[row] - offset, 0, tile), 0)
-    position = seq_lens[row] - query_lens[row] + offset
+    items, count, begins = cut_tiles(query_lens, query_start_loc, seq_lens, tile, max_items)
+    row, _, tokens, position = items.T
     end = position + tokens if causal else seq_lens[row]
     blocks = (end + block - 1) // block
     if sliding_window is not None:
         blocks -= jnp.maximum(position - sliding_window + 1, 0) // block
     order = jnp.argsort(jnp.where(tokens > 0, -blocks, 1), stable=True)
-    items = jnp.stack([row, query_start_loc[row] + offset, tokens, position], axis=1)
-    return PrefillPlan(
-        items.astype(jnp.int32)[order],
-        ends[-1:],
-        jnp.zeros_like(item).at[order].set(item),
-        begins.astype(jnp.int32),
-    )
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(max_items, dtype=order.dtype))
+    return PrefillPlan(items[order], count, rank, begins)
