@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -15,7 +14,7 @@ from kernels_pallas.ragged_paged_attention import mosaic_gpu_config as config
 
 NAME = "ragged_paged_attention"
 
-_KV_HEADS, _GROUP = 8, 4
+_KV_HEADS = 8
 _ROWS, _TOKENS = 16, 256
 _DTYPES = ("bfloat16", "float16", "float32")
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -25,17 +24,25 @@ _PAGE_SIZES = [1 << n for n in range(11)]
 
 @dataclass(frozen=True, slots=True)
 class _Options:
+    group: int = 4
+    """Query heads per kv head."""
     decode_only: bool = False
     everything: bool = False
-    """Sliding window and soft cap."""
+    """Sliding window, soft cap, sinks, log-sum-exps."""
+    causal: bool = True
     page_sizes: tuple[int, ...] | None = None
     """Where the option adds nothing to the page sizes that others are compiled for, only these."""
 
 
 _OPTIONS = {
-    "mixed, window, cap": _Options(everything=True),
-    "mixed": _Options(page_sizes=(16,)),
-    "decode only": _Options(decode_only=True, page_sizes=(64,)),
+    "mixed, window, cap, sinks, lse": _Options(everything=True),
+    "mixed": _Options(page_sizes=(128,)),
+    "mixed, not causal, lse": _Options(causal=False, page_sizes=(32,)),
+    "mixed, 8 heads, window, cap, sinks, lse": _Options(group=8, everything=True, page_sizes=(16,)),
+    "decode only": _Options(decode_only=True, page_sizes=(16, 64)),
+    "decode only, 8 heads, window, cap, sinks, lse": _Options(
+        group=8, decode_only=True, everything=True, page_sizes=(64,)
+    ),
 }
 
 
@@ -48,15 +55,13 @@ class RaggedPagedAttention:
                 _HEAD_SIZES, _PAGE_SIZES, caches, _OPTIONS.items()
             )
             if options.page_sizes is None or page_size in options.page_sizes
-            if config.unsupported(
-                _queries(case := Case(NAME, head_size, page_size, dtype, cache, name)), _pages(case)
-            )
-            is None
+            if _takes(case := Case(NAME, head_size, page_size, dtype, cache, name))
         ]
 
     def program(self, case: Case) -> Program:
+        options = _OPTIONS[case.options]
         pages = _pages(case)
-        num_rows = _TOKENS if _OPTIONS[case.options].decode_only else _ROWS
+        num_rows = _TOKENS if options.decode_only else _ROWS
         args = {
             "q_tnh": _queries(case),
             "kv_pages": (pages, pages),
@@ -64,28 +69,47 @@ class RaggedPagedAttention:
             "seq_lens": array(jnp.int32, num_rows),
             "query_start_loc": array(jnp.int32, num_rows + 1),
         }
-        return Program(_attend(_OPTIONS[case.options]), (args,))
+        if case.cache_dtype in _EIGHT_BITS:
+            args["kv_scales"] = (array(jnp.float32, _KV_HEADS),) * 2
+        if options.everything:
+            args["sinks"] = array(jnp.float32, _KV_HEADS * options.group)
+        return Program(_attend(options), (args,))
 
     def expected(self, case: Case) -> dict[str, Expected]:
-        size, item = case.size, jnp.dtype(case.cache_dtype).itemsize
-        decode, prefill = config.decode_config(size), config.prefill_config(size)
-        ring = functools.partial(Expected, matmuls=True, loads=True, stores=True)
+        from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import (
+            MAX_TOKENS,
+            DecodeShape,
+        )
+
+        options = _OPTIONS[case.options]
+        size = case.size
+        item, page_item = (jnp.dtype(dtype).itemsize for dtype in (case.dtype, case.cache_dtype))
+        most = 1 if options.decode_only else MAX_TOKENS
+        columns = DecodeShape.of(options.group, size, most).columns
+        decode = config.decode_config(size, columns, page_item)
         kernels = {
-            "paged_decode": ring(
-                stages=decode.stages,
-                stage_bytes=2 * decode.block_tokens * size * item,
+            "paged_decode": Expected(
+                matmuls=True,
+                loads=True,
+                stores=True,
+                stages=decode.slots,
+                stage_bytes=decode.block_tokens * size * page_item,
                 least_in_flight=64 << 10,
-                # Two registers, where a page takes several copies.
-                most_spilled=16 if size == 256 and case.page_size > 16 else 0,
-                shared_memory=decode.shared_memory(size, item),
+                shared_memory=decode.shared_memory(size, columns, page_item),
             ),
-            "paged_decode_merge": Expected(stores=True),
+            "paged_decode_merge": Expected(),
         }
-        if not _OPTIONS[case.options].decode_only:
-            kernels["paged_prefill"] = ring(
+        if not options.decode_only:
+            prefill = config.prefill_config(size, page_item)
+            kernels["paged_prefill"] = Expected(
+                matmuls=True,
+                loads=True,
+                stores=True,
                 stages=prefill.stages,
-                stage_bytes=2 * prefill.block_tokens * size * item,
-                shared_memory=prefill.shared_memory(size, item),
+                stage_bytes=2 * prefill.block_tokens * size * page_item,
+                # A block of 8-bit numbers keeps the matmuls busy for twice as long as its bytes say.
+                least_in_flight=64 << 10 if page_item == item else 0,
+                shared_memory=prefill.shared_memory(size, item, page_item),
             )
         return kernels
 
@@ -99,14 +123,20 @@ def _attend(options: _Options) -> Callable[[dict[str, Any]], Any]:
             scale=0.1,
             sliding_window=1000 if options.everything else None,
             soft_cap=30.0 if options.everything else None,
+            causal=options.causal,
+            return_lse=options.everything or not options.causal,
             decode_only=options.decode_only,
         )
 
     return attend
 
 
+def _takes(case: Case) -> bool:
+    return config.unsupported(_queries(case), _pages(case)) is None
+
+
 def _queries(case: Case) -> Any:
-    return array(case.dtype, _TOKENS, _KV_HEADS * _GROUP, case.size)
+    return array(case.dtype, _TOKENS, _KV_HEADS * _OPTIONS[case.options].group, case.size)
 
 
 def _pages(case: Case) -> Any:

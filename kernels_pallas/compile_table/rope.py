@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.compile_table import attention
 from kernels_pallas.compile_table.case import Case, Expected, Program, array
-from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+from kernels_pallas.rope_kv_cache_update.mosaic_gpu_config import config_for
 
 NAME = "rope_kv_cache_update"
 
@@ -31,21 +31,22 @@ _OPTIONS = {
 
 class RopeKVCacheUpdate:
     def claims(self) -> list[Case]:
-        sizes = {(c.size, c.page_size) for c in attention.RaggedPagedAttention().claims()}
-        dtypes = ("bfloat16", "float16", "float32")
+        attended = attention.RaggedPagedAttention().claims()
+        sizes = sorted({(c.size, c.page_size) for c in attended})
+        caches = sorted({(c.dtype, c.cache_dtype) for c in attended})
         return [
             case
-            for (size, page_size), dtype, (options, page_sizes) in product(
-                sorted(sizes), dtypes, _OPTIONS.items()
+            for (size, page_size), (dtype, cache), (options, page_sizes) in product(
+                sizes, [*caches, ("float32", "float32")], _OPTIONS.items()
             )
             if page_sizes is None or page_size in page_sizes
-            if self._takes(case := Case(NAME, size, page_size, dtype, dtype, options))
+            if self._takes(case := Case(NAME, size, page_size, dtype, cache, options))
         ]
 
     def _takes(self, case: Case) -> bool:
-        qkv, pages, _, cos, _, q_norm, _ = self._args(case)
+        qkv, pages, _, cos, _, q_norm, *_ = self._args(case)
         try:
-            mosaic_gpu.config_for(qkv, pages, cos, q_norm)
+            config_for(qkv, pages, cos, q_norm)
         except ValueError:
             return False
         return True
@@ -60,9 +61,14 @@ class RopeKVCacheUpdate:
         )
         norm = array(case.dtype, size) if "norm" in extras else None
         qkv = array(case.dtype, _NUM_TOKENS, num_kv_heads, group + 2, size)
-        return qkv, (pages, pages), array(jnp.int32, _NUM_TOKENS), angles, angles, norm, norm
+        scale = array(jnp.float32, num_kv_heads)
+        scales = None if case.cache_dtype == case.dtype else (scale, scale)
+        slots = array(jnp.int32, _NUM_TOKENS)
+        return qkv, (pages, pages), slots, angles, angles, norm, norm, scales
 
     def program(self, case: Case) -> Program:
+        from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+
         update = functools.partial(
             mosaic_gpu.rope_kv_cache_update, norm_eps=1e-5, norm_weight_offset=0.0
         )
