@@ -41,6 +41,9 @@ def run_job(
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        # The size of XLA's thread pool. Pallas's interpreter gives each warp group of a thread block a thread of it, in
+        # which it waits for the others: on a machine of two cores they would starve one another.
+        "NPROC": "16",
         "PYTHONPATH": os.pathsep.join([*python_path, *(path or os.getcwd() for path in sys.path)]),
         **(env or {}),
     }

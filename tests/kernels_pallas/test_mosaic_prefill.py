@@ -269,8 +269,7 @@ def job(function: str, timeout: float = 240, env: dict | None = None, **argument
         f"mosaic_prefill_jobs:{function}",
         arguments,
         timeout=timeout,
-        # XLA's threads on the CPU: a warp group that waits blocks one, and with 2 cores the interpreter comes to a halt.
-        env={"NPROC": "16", **(env or {})},
+        env=env,
         python_path=(str(HERE),),
     )
 
