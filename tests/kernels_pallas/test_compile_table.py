@@ -89,6 +89,13 @@ def modules_that_commit() -> list[str]:
     return [str(p.relative_to(PACKAGE)) for p in paths if COMMIT in p.read_text()]
 
 
+def case_that_runs(module: str) -> Case:
+    cases = [c for c in spread(all_claims()) if c.operation == Path(module).parts[0]]
+    if "dequant" in module:
+        cases = [c for c in cases if c.cache_dtype != c.dtype]
+    return cases[0]
+
+
 @needs_compiler
 def test_a_forgotten_commit_is_found_in_every_kernel(tmp_path):
     copies = {}
@@ -97,9 +104,7 @@ def test_a_forgotten_commit_is_found_in_every_kernel(tmp_path):
         shutil.copytree(PACKAGE, root / "kernels_pallas")
         faulty = root / "kernels_pallas" / name
         faulty.write_text(faulty.read_text().replace(COMMIT, "pass"))
-        operation = Path(name).parts[0]
-        case = next(c for c in spread(all_claims()) if c.operation == operation)
-        copies[str(root)] = asdict(case)
+        copies[str(root)] = asdict(case_that_runs(name))
     assert copies
     found = run_job(
         "compile_table_jobs:problems_of_copies",
