@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from kernels_pallas.gpu_target import CompiledReport, GpuTarget, compile_lowered, placed
-from kernels_pallas.ptx_text import Instruction, Kernel, parse_kernel
+from kernels_pallas.hlo_text import Computation, Instruction, parse_module
+from kernels_pallas.ptx_text import Instruction as PtxInstruction
+from kernels_pallas.ptx_text import Kernel, parse_kernel
 
 _DUMPS = {
     "MOSAIC_GPU_DUMP_PTX": "1",
@@ -64,7 +66,7 @@ class KernelReport:
         return sum(re.match(opcode, i.opcode) is not None for i in self.ptx.instructions)
 
     @cached_property
-    def inner_loops(self) -> list[list[Instruction]]:
+    def inner_loops(self) -> list[list[PtxInstruction]]:
         """Where the work is done: the innermost loops with matmuls or TMA loads, else those with loads by threads."""
         loops = self.ptx.innermost_loops(f"{MATMUL}|{TMA_LOAD}")
         return loops or self.ptx.innermost_loops(r"ld\.global")
@@ -92,12 +94,13 @@ _THREADS_PER_CORE = 2048
 
 
 class KernelCompiler:
-    """Compiles programs for the GPUs of a mesh and reports their kernels. Mosaic compiles a kernel that it has seen in
-    this process no second time; its first report is given again."""
+    """Compiles programs for the GPUs of a mesh and reports their kernels."""
+
+    _known: ClassVar[dict[str, KernelReport]] = {}
+    """By identity. Mosaic compiles a kernel that it has seen in this process no second time."""
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         self.mesh = mesh
-        self._known: dict[str, KernelReport] = {}
 
     def __call__(
         self,
@@ -106,10 +109,7 @@ class KernelCompiler:
         *,
         donate_argnums: int | Sequence[int] = (),
     ) -> tuple[CompiledReport, list[KernelReport]]:
-        """As `gpu_target.compile_for`; the kernels in the order of the traced program.
-
-        Raises `RuntimeError` when two different kernels of the program have one name.
-        """
+        """As `gpu_target.compile_for`; the kernels in the order of the traced program."""
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
         return self.compile_lowered(lambda: jitted.lower(*placed(self.mesh, args)))
 
@@ -133,19 +133,53 @@ class KernelCompiler:
         sections = _sections(output())
         calls = _calls(texts[0])
         sizes = re.findall(r"^Resources\(.*$", resources.getvalue(), re.MULTILINE)
-        # Of a function that was lowered before, nothing is printed again.
-        if len(sizes) != len(calls) and not self._known.keys() >= {i for i, _ in calls}:
+        # Of a kernel that was lowered before, here or in another program, nothing is printed again.
+        if len(sizes) == len(dict(calls)):
+            calls = list(dict(calls).items())
+        elif len(sizes) != len(calls) and not self._known.keys() >= dict(calls).keys():
             raise RuntimeError(
                 f"The program has {len(calls)} kernels, but Mosaic told the sizes of {len(sizes)}."
             )
+        new = [i for i in _launch_order(compiled.hlo) if i not in self._known]
+        if len(new) != len(sections):
+            raise RuntimeError(
+                f"The program has {len(new)} new kernels, but {[name for name, _ in sections]} were compiled."
+            )
+        # Kernels are compiled as the program is put together, in the order of its launches.
+        compiled_as = dict(zip(new, sections, strict=True))
         for (identity, call), size in zip(calls, sizes, strict=False):
             if identity not in self._known:
+                name, section = compiled_as[identity]
                 # A call has its kernel's name somewhere in its serialized code.
-                names = [name for name in sections if f"{name}_mosaic_gpu" in call]
-                if len(names) != 1 or len(sections[names[0]]) != 1:
-                    raise RuntimeError(f"No telling kernels apart: {names} of {list(sections)}.")
-                self._known[identity] = _report(names[0], *sections[names[0]], size)
+                if f"{name}_mosaic_gpu" not in call:
+                    raise RuntimeError(f"No telling kernels apart: {name} is not in {call[:300]}.")
+                self._known[identity] = _report(name, section, size)
         return compiled, [self._known[identity] for identity in dict(calls)]
+
+
+def _launch_order(hlo: str) -> list[str]:
+    """Identities (hashes) of the kernels that a compiled program calls, by their first launch."""
+    module = parse_module(hlo)
+    found: dict[str, None] = {}
+
+    def walk(computation: Computation) -> None:
+        for instruction in computation.instructions.values():
+            identity = re.search(r'\bkernel_hash = "([^"]*)"', instruction.attributes)
+            if identity is not None:
+                found.setdefault(identity[1])
+                continue
+            for name in re.findall(r"%?([\w.\-]+)", _called(instruction)):
+                if name in module.computations:
+                    walk(module.computations[name])
+
+    walk(module.entry)
+    return list(found)
+
+
+def _called(instruction: Instruction) -> str:
+    """The text of an instruction's attributes that names computations."""
+    names = "calls|to_apply|condition|body|true_computation|false_computation|branch_computations"
+    return " ".join(re.findall(rf"\b(?:{names})=({{[^}}]*}}|%?[\w.\-]+)", instruction.attributes))
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
@@ -158,13 +192,13 @@ def _calls(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def _sections(output: str) -> dict[str, list[str]]:
-    """What was printed of each kernel, by name: its PTX and after it ptxas' report."""
-    found: dict[str, list[str]] = {}
+def _sections(output: str) -> list[tuple[str, str]]:
+    """What was printed of each kernel, its PTX and after it ptxas' report, with its name."""
+    found = []
     for section in output.split("// Generated by LLVM NVPTX Back-End")[1:]:
         name = re.search(r"\.entry\s+([$\w]+?)_mosaic_gpu_kernel", section)
         assert name is not None, section[:300]
-        found.setdefault(name[1], []).append(section)
+        found.append((name[1], section))
     return found
 
 
