@@ -75,10 +75,10 @@ def kernel(operation: str, **options: Any) -> Callable[..., Any]:
     return functools.partial(call, **options)
 
 
-def one_core_decode(head_size: int) -> dict[str, Any]:
+def one_core_decode(head_size: int, group: int) -> dict[str, Any]:
     """A config of the decode kernel with few thread blocks: the interpreter takes its time for each."""
     make = function("ragged_paged_attention.mosaic_gpu_config", "decode_config")
-    config = make(head_size)
-    if not hasattr(config, "cores"):
-        return {}
+    shape = function("ragged_paged_attention.mosaic_gpu_decode_shape", "DecodeShape")
+    columns = shape.of(group, head_size, max_tokens=8).columns
+    config = make(head_size, columns, page_itemsize=2)
     return {"decode_config": dataclasses.replace(config, cores=1)}

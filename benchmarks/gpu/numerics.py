@@ -169,7 +169,7 @@ class Check:
         plain = {k: v for k, v in self.spec.options.items() if k != "sinks"}
         options = {"scale": self.scale, "decode_only": self.decode_only, **plain}
         if self.spec.interpreted:
-            options |= calls.one_core_decode(self.spec.heads.size)
+            options |= calls.one_core_decode(self.spec.heads.size, self.spec.heads.group)
             return calls.kernel("ragged_paged_attention", **options)
         attend = calls.attention(**options)
         calls.require(attend.func, *self.extra)
