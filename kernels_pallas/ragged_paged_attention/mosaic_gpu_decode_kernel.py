@@ -181,13 +181,14 @@ class DecodeWalk:
             weights_s = r.weights_s.at[col.unknown_zero(), pl.ds(0, columns)]
             col.store_transposed(weights_s, weights.astype(weights_s.dtype), interpret)
             plgpu.barrier_wait(r.full.at[slots[1]])
-            num_used = seq_len - start
+            used_to = seq_len - start
+            used_from = None if c.sliding_window is None else first_visible - start
             if self.is_narrow:
-                widen(values, wide_s, num_used, self.narrow_columns)
+                widen(values, wide_s, used_to, used_from, columns=self.narrow_columns)
                 plgpu.barrier_arrive(r.free.at[slots[1]])
                 values = wide_s
             else:
-                pl.when(num_used < block)(lambda: tiles.clear_unused(values, num_used))
+                pl.when(used_to < block)(lambda: tiles.clear_unused(values, used_to, used_from))
             plgpu.commit_smem()
             weights_t = weights_s.transpose((1, 0))
             accs = tuple(

@@ -42,11 +42,16 @@ def to_compute(q: jax.Array, dtype: Any, k_scale: jax.Array | None = None) -> ja
 
 
 def widen(
-    narrow_ref: Any, wide_ref: Any, num_used: jax.Array | None = None, columns: int | None = None
+    narrow_ref: Any,
+    wide_ref: Any,
+    end: jax.Array | None = None,
+    begin: jax.Array | None = None,
+    *,
+    columns: int | None = None,
 ) -> None:
     """Write 8-bit narrow_ref [rows, H] as float16 to wide_ref [rows, H], both in tiles in shared memory.
 
-    Rows from num_used on become 0: what stale memory holds may be NaN, and a weight of 0 times NaN is NaN.
+    With `end`, rows outside [begin, end) become 0: what stale memory holds may be NaN, and a weight of 0 times NaN is NaN.
 
     Args:
         columns: read and written at once, whole tiles of both; None takes the wider of the two's usual tiles.
@@ -58,8 +63,8 @@ def widen(
         part = (slice(None), pl.ds(start, columns))
         wide = plgpu.load(narrow_ref.at[part], layout=_LAYOUT, optimized=False)
         wide = wide.astype(wide_ref.dtype)
-        if num_used is not None:
+        if end is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=_LAYOUT)
-            wide = jnp.where(row < num_used, wide, jnp.zeros_like(wide))
+            wide = jnp.where(tiles.is_used(row, end, begin), wide, jnp.zeros_like(wide))
         wide_ref[part] = wide
     plgpu.commit_smem()

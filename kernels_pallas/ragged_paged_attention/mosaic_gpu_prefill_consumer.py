@@ -150,7 +150,8 @@ def attend(
         def _():
             @pl.when(consumer == 0)
             def _():
-                tiles.clear_unused(refs.v_ring.at[slot(last)], tile.seq_len - start)
+                used_from = None if window is None else tile.seen_from - start
+                tiles.clear_unused(refs.v_ring.at[slot(last)], tile.seq_len - start, used_from)
                 plgpu.barrier_arrive(refs.cleared)
 
             plgpu.barrier_wait(refs.cleared)

@@ -94,15 +94,18 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             dequant.widen(refs.k_narrow.at[slot], refs.k_ring.at[0], columns=columns)
             plgpu.barrier_arrive(refs.k_full.at[0])
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))
-            unused = (tile.first_block + i + 1) * block - tile.seq_len
+            start = (tile.first_block + i) * block
+            used_to = tile.seq_len - start
+            used_from = None if problem.sliding_window is None else tile.seen_from - start
+            values = (refs.v_narrow.at[slot], refs.v_ring.at[0])
 
-            @pl.when(unused <= 0)
+            @pl.when(used_to >= block)
             def _():
-                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0], columns=columns)
+                dequant.widen(*values, columns=columns)
 
-            @pl.when(unused > 0)
+            @pl.when(used_to < block)
             def _():
-                dequant.widen(refs.v_narrow.at[slot], refs.v_ring.at[0], block - unused, columns)
+                dequant.widen(*values, used_to, used_from, columns=columns)
 
             plgpu.barrier_arrive(refs.v_full.at[0])
             cursor = issue(n + stages, cursor)

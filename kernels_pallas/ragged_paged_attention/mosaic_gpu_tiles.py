@@ -145,8 +145,14 @@ def copy_block(
         plgpu.copy_gmem_to_smem(slabs_ref.at[index], part, barrier)
 
 
-def clear_unused(v_ref: Any, num_used: jax.Array) -> None:
-    """Zero the rows of a block of values from num_used on: a weight of 0 times NaN would be NaN."""
+def is_used(row: jax.Array, end: jax.Array, begin: jax.Array | None) -> jax.Array:
+    """Whether rows of a block hold values that count: those in [begin, end). Before a window stand copies of its first
+    page, which may be the last one too, with slots that hold nothing yet; None: there is no window."""
+    return row < end if begin is None else (row >= begin) & (row < end)
+
+
+def clear_unused(v_ref: Any, end: jax.Array, begin: jax.Array | None = None) -> None:
+    """Zero the rows of a block of values outside [begin, end): a weight of 0 times NaN would be NaN."""
     block, head_size = v_ref.shape
     columns = tile_columns(head_size)
     # Tile by tile, as a whole block in registers next to the accumulator would spill.
@@ -154,7 +160,7 @@ def clear_unused(v_ref: Any, num_used: jax.Array) -> None:
         part_ref = v_ref.at[:, pl.ds(start, columns)]
         part = plgpu.layout_cast(part_ref[...], LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, (block, columns), 0, layout=LAYOUT)
-        part_ref[...] = jnp.where(row < num_used, part, jnp.zeros_like(part))
+        part_ref[...] = jnp.where(is_used(row, end, begin), part, jnp.zeros_like(part))
     plgpu.commit_smem()
 
 

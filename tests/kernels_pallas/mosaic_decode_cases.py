@@ -20,6 +20,11 @@ ONE_WALK = sizes(1, min_blocks=9)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 20 tiles through 3 slots.
     "one_walk": ({"rows": [(500, 1), (64, 1), (1, 1)]}, ONE_WALK),
+    # The block begins with copies of the page that the window begins in, which is the last and not full.
+    "window_in_the_last_page": (
+        {"rows": [(289, 1)], "kv_heads": 1, "group": 1, "sliding_window": 1},
+        ONE_WALK,
+    ),
     # 19 blocks and starts in shares of 4: three requests are cut.
     "up_to_eight_tokens_cut_between_walks": (
         {
@@ -189,7 +194,10 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         CASES["not_causal"], "decode_kernel", [("position < seq_len", "position <= seq_len")],
     ),
     "unused_values_not_cleared": (
-        FAULT_CASE, "tiles", [("row < num_used", "row < num_used + block")],
+        FAULT_CASE, "tiles", [("row < end", "row < end + 128")],
+    ),
+    "stale_slots_before_the_window_not_cleared": (
+        CASES["window_in_the_last_page"], "tiles", [("(row >= begin) & ", "")],
     ),
     "page_off_by_one": (
         FAULT_CASE, "tiles",

@@ -39,6 +39,11 @@ SHARED_RESULT = {"block_tokens": 64, "stages": 3, "cores": 1, "own_result_tile":
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunk_onto_context": ({"rows": [(440, 40), (7, 7)], "padding_tokens": 3}, IN_TILES),
+    # The block begins with copies of the page that the window begins in, which is the last and not full.
+    "window_in_the_last_page": (
+        {"rows": [(300, 12)], "kv_heads": 1, "group": 1, "sliding_window": 1},
+        IN_TILES,
+    ),
     "sinks_and_lse_of_skipped_and_empty_requests": (
         {
             "rows": [(90, 2), (3, 1), (75, 70), (0, 0), (37, 37)],
@@ -185,7 +190,10 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
           "        plgpu.barrier_arrive(refs.v_free.at[before])\n")],
     ),
     "unused_values_not_cleared": (
-        FAULT_CASE, "tiles", [("row < num_used", "row < num_used + block")],
+        FAULT_CASE, "tiles", [("row < end", "row < end + 128")],
+    ),
+    "stale_slots_before_the_window_not_cleared": (
+        CASES["window_in_the_last_page"], "tiles", [("(row >= begin) & ", "")],
     ),
     "no_wait_for_cleared_values": (
         FAULT_CASE, "prefill_consumer", [("plgpu.barrier_wait(refs.cleared)", "pass")],
@@ -243,7 +251,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         [("pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))", "pass")],
     ),
     "narrow_unused_values_not_cleared": (
-        NARROW_FAULT_CASE, "dequant", [("row < num_used", "row < num_used + rows")],
+        NARROW_FAULT_CASE, "dequant", [("is_used(row, end, begin)", "is_used(row, end + rows, begin)")],
     ),
     "value_scale_forgotten": (
         NARROW_FAULT_CASE, "prefill_consumer", [("refs.scales[1, tile.kv_head]", "1.0")],
