@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.ragged_paged_attention import mosaic_gpu_dequant as dequant
@@ -103,7 +104,8 @@ def prefill_attention(
         "lens": seq_lens,
         "items": plan.items,
         "num_items": plan.count,
-        "columns": jnp.arange(config.block_tokens, dtype=jnp.int32),
+        # One number too many: of numbers in a row XLA makes an iota, a kernel of its own in every layer.
+        "columns": np.arange(config.block_tokens + 1, dtype=np.int32) % config.block_tokens,
     }
     if sinks is not None:
         inputs["sinks"] = sinks

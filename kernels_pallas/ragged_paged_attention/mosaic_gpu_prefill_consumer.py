@@ -84,7 +84,7 @@ def attend(
     def masked(scores, i):
         start = (tile.first_block + i) * block
         # From memory: LLVM keeps what it can compute from the thread's index in registers, through all loops.
-        columns = tiles.load_plain(refs.columns, tiles.COLUMN_LAYOUT)
+        columns = tiles.load_plain(refs.columns.at[pl.ds(0, block)], tiles.COLUMN_LAYOUT)
         columns = lax.broadcast_in_dim(columns, scores.shape, [1])
         if not problem.causal:
             return jnp.where(columns < tile.seq_len - start, scores, -jnp.inf)
