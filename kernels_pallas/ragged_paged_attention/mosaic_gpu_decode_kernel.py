@@ -182,7 +182,9 @@ class DecodeWalk:
             col.store_transposed(weights_s, weights.astype(weights_s.dtype), interpret)
             plgpu.barrier_wait(r.full.at[slots[1]])
             used_to = seq_len - start
-            used_from = None if c.sliding_window is None else first_visible - start
+            used_from = None
+            if tiles.may_begin_in_last_page(c.sliding_window, c.page_size):
+                used_from = first_visible - start
             if self.is_narrow:
                 widen(values, wide_s, used_to, used_from, columns=self.narrow_columns)
                 plgpu.barrier_arrive(r.free.at[slots[1]])

@@ -150,7 +150,9 @@ def attend(
         def _():
             @pl.when(consumer == 0)
             def _():
-                used_from = None if window is None else tile.seen_from - start
+                used_from = None
+                if tiles.may_begin_in_last_page(window, problem.page_size):
+                    used_from = tile.seen_from - start
                 tiles.clear_unused(refs.v_ring.at[slot(last)], tile.seq_len - start, used_from)
                 plgpu.barrier_arrive(refs.cleared)
 

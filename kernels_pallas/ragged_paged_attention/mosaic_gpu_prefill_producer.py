@@ -96,7 +96,9 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))
             start = (tile.first_block + i) * block
             used_to = tile.seq_len - start
-            used_from = None if problem.sliding_window is None else tile.seen_from - start
+            used_from = None
+            if tiles.may_begin_in_last_page(problem.sliding_window, problem.page_size):
+                used_from = tile.seen_from - start
             values = (refs.v_narrow.at[slot], refs.v_ring.at[0])
 
             @pl.when(used_to >= block)

@@ -145,6 +145,11 @@ def copy_block(
         plgpu.copy_gmem_to_smem(slabs_ref.at[index], part, barrier)
 
 
+def may_begin_in_last_page(sliding_window: int | None, page_size: int) -> bool:
+    """Whether a window can be so short that its first page is the last one, which need not be full."""
+    return sliding_window is not None and sliding_window <= page_size
+
+
 def is_used(row: jax.Array, end: jax.Array, begin: jax.Array | None) -> jax.Array:
     """Whether rows of a block hold values that count: those in [begin, end). Before a window stand copies of its first
     page, which may be the last one too, with slots that hold nothing yet; None: there is no window."""
