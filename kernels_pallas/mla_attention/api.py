@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from kernels_pallas.mla_attention import reference, xla
 from kernels_pallas.mla_attention.mosaic_gpu_config import unsupported
+from kernels_pallas.ragged_paged_attention.check import check_rows
 from kernels_pallas.trace_target import hopper, traced_device_kind
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,9 @@ def mla_attention(
     """
     arrays = (q_latent_tnl, q_rope_tnr, latent_pages, block_tables, seq_lens, query_start_loc)
     _check_data(q_latent_tnl, q_rope_tnr, latent_pages)
-    _check_rows(q_latent_tnl, block_tables, seq_lens, query_start_loc, decode_only)
+    check_rows(
+        "q_latent_tnl", q_latent_tnl, block_tables, seq_lens, query_start_loc, decode_only, axis="B"
+    )
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive finite number, got {scale}")
     if implementation is not None and implementation not in _BACKENDS:
@@ -137,36 +139,3 @@ def _check_data(q_latent_tnl: jax.Array, q_rope_tnr: jax.Array, latent_pages: ja
             raise ValueError(
                 f"{name} must have q_latent_tnl's dtype {q_latent_tnl.dtype}, got {array.dtype}"
             )
-
-
-def _check_rows(
-    q_latent_tnl: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array,
-    decode_only: bool,
-) -> None:
-    if block_tables.ndim != 2:
-        raise ValueError(f"block_tables must have shape [B, P], got {block_tables.shape}")
-    num_rows = block_tables.shape[0]
-    if seq_lens.shape != (num_rows,):
-        raise ValueError(
-            f"seq_lens must have shape [{num_rows}] (rows of block_tables), got {seq_lens.shape}"
-        )
-    if query_start_loc.shape != (num_rows + 1,):
-        raise ValueError(
-            f"query_start_loc must have shape [{num_rows + 1}] (rows of block_tables, plus one), "
-            f"got {query_start_loc.shape}"
-        )
-    for name, array in (
-        ("block_tables", block_tables),
-        ("seq_lens", seq_lens),
-        ("query_start_loc", query_start_loc),
-    ):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32, got {array.dtype}")
-    if decode_only and q_latent_tnl.shape[0] != num_rows:
-        raise ValueError(
-            f"decode_only needs one token per row: q_latent_tnl {q_latent_tnl.shape} has "
-            f"{q_latent_tnl.shape[0]} tokens, block_tables {block_tables.shape} has {num_rows} rows"
-        )

@@ -23,8 +23,23 @@ def check_arrays(
 ) -> None:
     """Raises `ValueError` for a shape or dtype that doesn't fit the others."""
     _check_queries_and_pages(q_tnh, kv_pages)
+    check_rows("q_tnh", q_tnh, block_tables, seq_lens, query_start_loc, decode_only)
+
+
+def check_rows(
+    q_name: str,
+    q: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    decode_only: bool,
+    *,
+    axis: str = "R",
+) -> None:
+    """Raises `ValueError` where the arrays that describe the rows don't fit one another or the queries [T, ...], which
+    the caller names `q_name`; `axis` is the caller's letter for rows."""
     if block_tables.ndim != 2:
-        raise ValueError(f"block_tables must have shape [R, P], got {block_tables.shape}")
+        raise ValueError(f"block_tables must have shape [{axis}, P], got {block_tables.shape}")
     num_rows = block_tables.shape[0]
     if seq_lens.shape != (num_rows,):
         raise ValueError(
@@ -42,10 +57,9 @@ def check_arrays(
     ):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {array.dtype}")
-    num_tokens = q_tnh.shape[0]
-    if decode_only and num_tokens != num_rows:
+    if decode_only and q.shape[0] != num_rows:
         raise ValueError(
-            f"decode_only needs one token per row: q_tnh {q_tnh.shape} has {num_tokens} tokens, "
+            f"decode_only needs one token per row: {q_name} {q.shape} has {q.shape[0]} tokens, "
             f"block_tables {block_tables.shape} has {num_rows} rows"
         )
 
