@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.add_rms_norm import reference, xla
 from kernels_pallas.platform_dispatch import PlatformDispatch
-from kernels_pallas.trace_target import hopper, traced_device_kind
+from kernels_pallas.trace_target import not_hopper
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,8 @@ def _on_cuda(
     **options: Any,
 ) -> Result:
     run = xla.add_rms_norm
-    kind = traced_device_kind("gpu")
-    if kind is None or not hopper(kind):
-        _log_once(f"add_rms_norm runs as XLA operations: {kind} is no GPU of capability 9.0.")
+    if (reason := not_hopper()) is not None:
+        _log_once(f"add_rms_norm runs as XLA operations: {reason}.")
         return run(x_te, update, weight, update_weight, **options)
     from kernels_pallas.add_rms_norm import mosaic_gpu
 

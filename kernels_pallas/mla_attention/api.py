@@ -13,7 +13,7 @@ import jax
 from kernels_pallas.mla_attention import reference, xla
 from kernels_pallas.mla_attention.mosaic_gpu_config import unsupported
 from kernels_pallas.ragged_paged_attention.check import check_rows
-from kernels_pallas.trace_target import hopper, traced_device_kind
+from kernels_pallas.trace_target import not_hopper, traced_device_kind
 
 _log = logging.getLogger(__name__)
 
@@ -94,13 +94,9 @@ def mla_attention(
     if implementation is not None:
         return _BACKENDS[implementation](*arrays, **options)
     portable = functools.partial(xla.mla_attention, **options)
-    kind = traced_device_kind("gpu")
-    if kind is None:
+    if traced_device_kind("gpu") is None:
         return portable(*arrays)
-    if hopper(kind):
-        reason = unsupported(q_latent_tnl, q_rope_tnr, latent_pages)
-    else:
-        reason = f"{kind} does not have compute capability 9.0"
+    reason = not_hopper() or unsupported(q_latent_tnl, q_rope_tnr, latent_pages)
     if reason is not None:
         _log_once(f"Latent attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
         return portable(*arrays)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.shared_prefix_attention import cascade, reference
 from kernels_pallas.shared_prefix_attention.prefixes import SharedPrefixes
-from kernels_pallas.trace_target import hopper, traced_device_kind
+from kernels_pallas.trace_target import not_hopper
 
 __all__ = ["SharedPrefixes", "shared_prefix_attention"]
 
@@ -78,8 +78,7 @@ def shared_prefix_attention(
 
 def _num_splits(q_tnh: jax.Array, num_kv_heads: int, implementation: str | None) -> int:
     """Enough thread blocks for all cores, as the prefill kernel does not split contexts."""
-    kind = traced_device_kind("gpu")
-    if implementation not in (None, "mosaic_gpu") or kind is None or not hopper(kind):
+    if implementation not in (None, "mosaic_gpu") or not_hopper() is not None:
         return 1
     rows = q_tnh.shape[0] * q_tnh.shape[1] // num_kv_heads
     items = -(-rows // _ROWS_PER_ITEM) * num_kv_heads
