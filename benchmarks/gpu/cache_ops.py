@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import calls, latent, shared_prefix
+import kernels_pallas
+from benchmarks.gpu import latent, shared_prefix
 from benchmarks.gpu.batches import LLAMA_8B, Heads, random_array
 from benchmarks.gpu.cases import Case, Context
 from benchmarks.gpu.once import Once
@@ -71,7 +72,7 @@ class Update:
         return self._once.get("compiled", self._compile)
 
     def _compile(self) -> Any:
-        update = calls.function(f"{self.operation}.api", self.operation)
+        update = getattr(kernels_pallas, self.operation)
 
         def run(pages, inputs):
             queries = []

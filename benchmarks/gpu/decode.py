@@ -68,7 +68,6 @@ class Decode:
     ) -> Program:
         pool, extra = self.cache(cache_dtype)
         attend = calls.attention(implementation, scale=pool.heads.size**-0.5, decode_only=True)
-        calls.require(attend.func, *extra)
         # The XLA path is slow enough to be timed call by call.
         chain = 1 if implementation else self.context.pick(CHAIN, 2 if group == 4 else 1)
         return Program(attend, pool, requests, requests, group, chain, extra)

@@ -15,6 +15,7 @@ from benchmarks.gpu.batches import make_batch, random_array
 from benchmarks.gpu.cases import Case, Context
 from benchmarks.gpu.once import Once
 from benchmarks.gpu.timing import compile_chain, time_chain
+from kernels_pallas import mla_attention
 
 TOLERANCE = 2e-2
 CHAIN = 4
@@ -75,9 +76,8 @@ class Latent:
         )
 
     def call(self) -> Callable[..., Any]:
-        attention = calls.function("mla_attention.api", "mla_attention")
         return functools.partial(
-            attention,
+            mla_attention,
             scale=self.scale,
             decode_only=self.decode_only,
             implementation="mosaic_gpu" if calls.on_gpu() else None,

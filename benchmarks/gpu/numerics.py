@@ -169,11 +169,9 @@ class Check:
         plain = {k: v for k, v in self.spec.options.items() if k != "sinks"}
         options = {"scale": self.scale, "decode_only": self.decode_only, **plain}
         if self.spec.interpreted:
-            options |= calls.one_core_decode(self.spec.heads.size, self.spec.heads.group)
-            return calls.kernel("ragged_paged_attention", **options)
-        attend = calls.attention(**options)
-        calls.require(attend.func, *self.extra)
-        return attend
+            heads = self.spec.heads
+            return calls.interpreted_attention(heads.size, heads.group, **options)
+        return calls.attention(**options)
 
     @functools.cached_property
     def program(self) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.gpu import calls, oracle
 from benchmarks.gpu.batches import Heads, random_array
 from benchmarks.gpu.cases import Case, Context
+from kernels_pallas import kv_cache_update, rope_kv_cache_update
 
 TOLERANCE = 1e-2
 EIGHT_BIT_TOLERANCE = 8e-2
@@ -79,13 +80,11 @@ def check_pages(
 
 
 def plain_update(heads: Heads, tokens: int, dtype: str = "bfloat16") -> dict[str, Any]:
-    update = calls.function("kv_cache_update.api", "kv_cache_update")
     scales = scales_of(heads, dtype)
-    calls.require(update, *scales)
     pages, slots = pages_and_slots(heads, tokens, dtype)
     new_dtype = "bfloat16" if scales else dtype
     new = [random_array((tokens, heads.kv, heads.size), new_dtype, 1.0, seed) for seed in (1, 2)]
-    run = jax.jit(update)
+    run = jax.jit(kv_cache_update)
     after = run(pages, *new, jnp.asarray(slots), **scales)
     return check_pages(pages, after, slots, tuple(map(oracle.float64, new)), scales)
 
@@ -98,9 +97,7 @@ def rope_update(
     rotated: int | None = None,
     cache_dtype: str = "bfloat16",
 ) -> dict[str, Any]:
-    update = calls.function("rope_kv_cache_update.api", "rope_kv_cache_update")
     scales = scales_of(heads, cache_dtype)
-    calls.require(update, *scales)
     rotated = heads.size if rotated is None else rotated
     pages, slots = pages_and_slots(heads, tokens, cache_dtype)
     qkv = random_array((tokens, heads.kv, heads.group + 2, heads.size), "bfloat16", 1.0, 3)
@@ -111,7 +108,7 @@ def rope_update(
         ones = np.ones(heads.size) + 0.1 * np.random.default_rng(2).normal(size=heads.size)
         weights = {name: jnp.asarray(ones, "bfloat16") for name in ("q_norm", "k_norm")}
     implementation = "mosaic_gpu" if calls.on_gpu() else None
-    run = jax.jit(functools.partial(update, implementation=implementation))
+    run = jax.jit(functools.partial(rope_kv_cache_update, implementation=implementation))
     q_tnh, after = run(
         qkv, pages, jnp.asarray(slots), jnp.asarray(cos), jnp.asarray(sin), **weights, **scales
     )

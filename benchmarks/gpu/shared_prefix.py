@@ -16,6 +16,7 @@ from benchmarks.gpu.batches import LLAMA_8B, Heads, random_array
 from benchmarks.gpu.cases import Case, Context
 from benchmarks.gpu.once import Once
 from benchmarks.gpu.timing import compile_chain, time_chain
+from kernels_pallas import SharedPrefixes, shared_prefix_attention
 
 TOLERANCE = 2e-2
 CHAIN = 4
@@ -79,14 +80,11 @@ def attend(shared: Shared, plain: bool) -> Callable[..., Any]:
     if plain:
         attention = calls.attention(scale=scale, decode_only=True)
         return lambda q_tnh, kv_pages, *arrays: attention(q_tnh, kv_pages, *arrays[:3])
-    module = "shared_prefix_attention.api"
-    call = calls.function(module, "shared_prefix_attention")
-    make = calls.function(module, "SharedPrefixes")
     options = {"scale": scale, "decode_only": True}
     if calls.on_gpu():
         options["implementation"] = "mosaic_gpu"
-    return lambda q_tnh, kv_pages, tables, lens, starts, prefixes: call(
-        q_tnh, kv_pages, tables, lens, starts, make(*prefixes), **options
+    return lambda q_tnh, kv_pages, tables, lens, starts, prefixes: shared_prefix_attention(
+        q_tnh, kv_pages, tables, lens, starts, SharedPrefixes(*prefixes), **options
     )
 
 

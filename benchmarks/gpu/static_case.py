@@ -119,8 +119,8 @@ def render(
 
 
 def _kernel_rows(call: str, result: dict[str, Any] | str) -> list[str]:
-    if isinstance(result, str) or "missing" in result:
-        reason = " ".join((result if isinstance(result, str) else result["missing"]).split())
+    if isinstance(result, str):
+        reason = " ".join(result.split())
         return [f"| {call} | | | | {reason[:160]} | | | | | | | |"]
     rows = []
     head = (

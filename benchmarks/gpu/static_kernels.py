@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from benchmarks.gpu import calls
 from benchmarks.gpu.batches import LLAMA_8B, attention_bytes, attention_flops
 from benchmarks.gpu.decode import PAGE_SIZE
+from kernels_pallas import SharedPrefixes, shared_prefix_attention
 from kernels_pallas.gpu_target import compile_for, device_mesh, get_target
 
 DUMP = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
@@ -63,12 +64,9 @@ class Kernel:
 
 
 def measure(call: str, target: str) -> dict[str, Any]:
-    """Kernels, floor and temporaries of one of `CALLS`; {"missing": why} where this tree has no such kernel."""
+    """Kernels, floor and temporaries of one of `CALLS`."""
     rows, gpu = CALLS[call], get_target(target)
-    try:
-        attend, arguments = _call(call, rows)
-    except calls.NotAvailable as error:
-        return {"missing": str(error)}
+    attend, arguments = _call(call, rows)
     compiled = compile_for(device_mesh(target), attend, arguments)
     num_bytes = attention_bytes(LLAMA_8B, rows)
     if call.startswith("shared"):
@@ -107,15 +105,16 @@ def _call(call: str, rows: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if not call.startswith("shared"):
         attend = calls.attention("mosaic_gpu", decode_only=decode, **options)
         return attend, arrays
-    module = "shared_prefix_attention.api"
-    shared = calls.function(module, "shared_prefix_attention")
-    make = calls.function(module, "SharedPrefixes")
     prefixes = (integers(1, width), integers(1), integers(2))
 
     def attend_shared(*arrays: Any) -> Any:
         *plain, prefixes = arrays
-        return shared(
-            *plain, make(*prefixes), decode_only=True, implementation="mosaic_gpu", **options
+        return shared_prefix_attention(
+            *plain,
+            SharedPrefixes(*prefixes),
+            decode_only=True,
+            implementation="mosaic_gpu",
+            **options,
         )
 
     return attend_shared, (*arrays, prefixes)

@@ -1,4 +1,4 @@
-"""Claims of `ragged_paged_attention`: whatever `mosaic_gpu_config.unsupported` has nothing against."""
+"""Claims of `ragged_paged_attention`: whatever `mosaic_gpu.config.unsupported` has nothing against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels_pallas.compile_table.case import Case, Expected, Program, array
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config as config
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config
 
 NAME = "ragged_paged_attention"
 
@@ -76,7 +76,7 @@ class RaggedPagedAttention:
         return Program(_attend(options), (args,))
 
     def expected(self, case: Case) -> dict[str, Expected]:
-        from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import (
+        from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import (
             MAX_TOKENS,
             DecodeShape,
         )
@@ -116,9 +116,11 @@ class RaggedPagedAttention:
 
 def _attend(options: _Options) -> Callable[[dict[str, Any]], Any]:
     def attend(args: dict[str, Any]) -> Any:
-        from kernels_pallas.ragged_paged_attention import mosaic_gpu
+        from kernels_pallas.ragged_paged_attention.mosaic_gpu.attention import (
+            ragged_paged_attention,
+        )
 
-        return mosaic_gpu.ragged_paged_attention(
+        return ragged_paged_attention(
             **args,
             scale=0.1,
             sliding_window=1000 if options.everything else None,

@@ -38,7 +38,7 @@ from kernels_pallas.mla_attention.mosaic_gpu_memory import (
     swizzled,
 )
 from kernels_pallas.mla_attention.mosaic_gpu_plan import MlaPlan
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
 
 
 def attend(

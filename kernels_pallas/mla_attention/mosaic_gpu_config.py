@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import SHARED_MEMORY_PER_BLOCK
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import SHARED_MEMORY_PER_BLOCK
 
 RANK, ROPE = 512, 64
 """Of the latent and of the rotated part; the only ones that the kernel takes."""

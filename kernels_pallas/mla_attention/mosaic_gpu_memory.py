@@ -18,7 +18,7 @@ from kernels_pallas.mla_attention.mosaic_gpu_config import (
     ROWS,
     TILE_COLUMNS,
 )
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
 
 LN_2 = math.log(2.0)
 # wgmma's layout has 64 rows, a block of keys half of them.

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.mla_attention.mosaic_gpu_config import RANK, ROWS
 from kernels_pallas.mla_attention.mosaic_gpu_memory import LN_2, copy_token_rows
 from kernels_pallas.mla_attention.mosaic_gpu_plan import MlaPlan
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
 
 _COLUMNS = 64
 """Of one thread block; a tile that is cut often is the only one, and has to keep the GPU busy by itself."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_attention.mosaic_gpu_config import BLOCK_TOKENS, MlaConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_plan import (
     cut_tiles,
     max_prefill_items,
 )

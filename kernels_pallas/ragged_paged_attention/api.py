@@ -18,7 +18,7 @@ from kernels_pallas.ragged_paged_attention.check import (
     check_options,
     check_sinks,
 )
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import unsupported
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import unsupported
 from kernels_pallas.trace_target import not_hopper, traced_device_kind
 
 _log = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ Result = jax.Array | tuple[jax.Array, jax.Array]
 
 def _mosaic_gpu(*arrays: jax.Array, **options: object) -> Result:
     # Importing Mosaic takes as long as a quarter of all of JAX, for nothing on a CPU.
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import attention
 
-    return mosaic_gpu.ragged_paged_attention(*arrays, **options)
+    return attention.ragged_paged_attention(*arrays, **options)
 
 
 _BACKENDS: dict[str, Callable[..., Result]] = {

@@ -20,8 +20,9 @@ import numpy as np
 
 def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """{"error": largest relative to the largest value, "lse_error": absolute, "untouched": rows of requests left out}."""
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_decode
-    from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import (
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import decode
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import (
         MAX_TOKENS,
         DecodeShape,
     )
@@ -36,7 +37,7 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         # What the other kernel wrote: this one must leave it alone.
         others = (jnp.full_like(q, jnp.nan), jnp.full(q.shape[:2], jnp.nan, jnp.float32))
     start = time.perf_counter()
-    out, lse = mosaic_gpu_decode.decode_attention(
+    out, lse = decode.decode_attention(
         q,
         arrays["kv_pages"],
         arrays["block_tables"],
@@ -52,7 +53,7 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         return_lse=case.return_lse,
         others=others,
         num_owned=starts[-1:],
-        config=mosaic_gpu_config.DecodeConfig(**config),
+        config=configs.DecodeConfig(**config),
         interpret=attention_jobs.interpret_params(),
     )
     out = np.asarray(out.astype(jnp.float32), np.float64)
@@ -93,7 +94,7 @@ _MODULES = (
     "config", "tiles", "dequant", "columns", "decode_plan", "decode_shape", "merge", "decode_kernel",
     "decode",
 )  # fmt: skip
-"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu_*`, each after those that it imports."""
+"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu`, each after those that it imports."""
 
 
 def run_with_fault(
@@ -105,7 +106,7 @@ def run_with_fault(
     """
     threading.Thread(target=attention_jobs._end_when_stuck, daemon=True).start()
     for name in _MODULES:
-        loaded = importlib.import_module(f"kernels_pallas.ragged_paged_attention.mosaic_gpu_{name}")
+        loaded = importlib.import_module(f"kernels_pallas.ragged_paged_attention.mosaic_gpu.{name}")
         source = Path(loaded.__file__).read_text()
         if name == module:
             for old, new in edits:
@@ -131,8 +132,9 @@ def compile_decode(
         options: "sinks" of True stands for an array; "mixed" for results of other requests to write into.
     """
     from kernels_pallas.gpu_target import compile_for, device_mesh
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_decode
-    from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import decode
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 
     dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     mesh = device_mesh("h200")
@@ -147,7 +149,7 @@ def compile_decode(
             path.unlink()
         itemsize = jnp.dtype(page_dtype).itemsize
         shape = DecodeShape.of(group, head_size, tokens)
-        config = mosaic_gpu_config.decode_config(head_size, shape.columns, itemsize)
+        config = configs.decode_config(head_size, shape.columns, itemsize)
         q = jax.ShapeDtypeStruct((256, kv_heads * group, head_size), dtype)
         pages = jax.ShapeDtypeStruct((512, kv_heads, page_size, head_size), page_dtype)
         statics = {"scale": 0.1, "sliding_window": None, "soft_cap": None, **given}
@@ -161,7 +163,7 @@ def compile_decode(
             arrays |= {"others": (q, lse), "num_owned": integers(1)}
 
         def attend(positional, arrays, config=config, statics=statics, tokens=tokens):
-            return mosaic_gpu_decode.decode_attention(
+            return decode.decode_attention(
                 *positional, **arrays, max_tokens=tokens, config=config, **statics
             )
 

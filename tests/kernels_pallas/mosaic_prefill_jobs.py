@@ -142,12 +142,13 @@ def oracle(
 
 def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """ "error": largest relative to the largest value, "lse_error": absolute, "untouched": rows that are not owed."""
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_prefill
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import prefill
 
     case = Case(**{**case, "rows": [tuple(row) for row in case["rows"]]})
     arrays, options = make_arrays(case)
     start = time.perf_counter()
-    out, lse = mosaic_gpu_prefill.prefill_attention(
+    out, lse = prefill.prefill_attention(
         *arrays.values(),
         **options,
         scale=case.head_size**-0.5,
@@ -155,7 +156,7 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         soft_cap=case.soft_cap,
         causal=case.causal,
         return_lse=case.return_lse,
-        config=mosaic_gpu_config.PrefillConfig(**config),
+        config=configs.PrefillConfig(**config),
         interpret=attention_jobs.interpret_params(),
     )
     out = np.asarray(out.astype(jnp.float32), np.float64)
@@ -184,7 +185,7 @@ _MODULES = (
     "config", "tiles", "dequant", "prefill_plan", "prefill_work", "prefill_producer",
     "prefill_consumer", "prefill_kernel", "prefill",
 )  # fmt: skip
-"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu_*`, each after those that it imports."""
+"""Of `kernels_pallas.ragged_paged_attention.mosaic_gpu`, each after those that it imports."""
 
 
 def run_with_fault(
@@ -196,7 +197,7 @@ def run_with_fault(
     """
     threading.Thread(target=attention_jobs._end_when_stuck, daemon=True).start()
     for name in _MODULES:
-        loaded = importlib.import_module(f"kernels_pallas.ragged_paged_attention.mosaic_gpu_{name}")
+        loaded = importlib.import_module(f"kernels_pallas.ragged_paged_attention.mosaic_gpu.{name}")
         source = Path(loaded.__file__).read_text()
         if name == module:
             for old, new in edits:
@@ -218,7 +219,8 @@ def compile_prefill(
     `dtypes` are pairs of the queries' and the pages'. An option "sinks" of True stands for an array.
     """
     from kernels_pallas.gpu_target import compile_for, device_mesh
-    from kernels_pallas.ragged_paged_attention import mosaic_gpu_config, mosaic_gpu_prefill
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import prefill
 
     dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     mesh = device_mesh("h200")
@@ -230,7 +232,7 @@ def compile_prefill(
         for path in dump.iterdir():
             path.unlink()
         itemsize = jnp.dtype(page_dtype).itemsize
-        config = mosaic_gpu_config.prefill_config(head_size, itemsize)
+        config = configs.prefill_config(head_size, itemsize)
         pages = jax.ShapeDtypeStruct((512, kv_heads, page_size, head_size), page_dtype)
         arrays = {}
         if given.get("sinks"):
@@ -240,9 +242,7 @@ def compile_prefill(
         statics = {"scale": 0.1, **{k: v for k, v in given.items() if k != "sinks"}}
 
         def attend(positional, arrays, config=config, statics=statics):
-            return mosaic_gpu_prefill.prefill_attention(
-                *positional, **arrays, config=config, **statics
-            )
+            return prefill.prefill_attention(*positional, **arrays, config=config, **statics)
 
         positional = (
             jax.ShapeDtypeStruct((num_tokens, num_heads, head_size), dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import attention
 from kernels_pallas.shared_prefix_attention import cascade
 from tests.kernels_pallas.mosaic_attention_jobs import interpret_params, races_found
 from tests.kernels_pallas.paged_batches import Geometry, check_result
@@ -19,7 +19,7 @@ def check_decodes(num_splits: int) -> dict[str, bool]:
     batch, shared = shared_batch(geometry, groups, [(20, 1)], tokens=18, seed=0, num_rows=18)
     arrays, keywords = batch.arrays("bfloat16")
     cascade.ragged_paged_attention = functools.partial(
-        mosaic_gpu.ragged_paged_attention, interpret=interpret_params()
+        attention.ragged_paged_attention, interpret=interpret_params()
     )
     out = cascade.shared_prefix_attention(
         *arrays,

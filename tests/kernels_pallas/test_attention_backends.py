@@ -10,8 +10,8 @@ import pytest
 
 from kernels_pallas import ragged_paged_attention
 from kernels_pallas.compile_job import run_job
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import DecodeConfig, PrefillConfig
 from kernels_pallas.trace_target import hopper, traced_device_kind
 from tests.gpu_compiler import needs_compiler
 
@@ -105,12 +105,12 @@ def test_explicit_use_with_an_unsupported_shape_is_refused():
         )
 
 
-@pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes())
+@pytest.mark.parametrize("head_size", configs.head_sizes())
 def test_tuned_sizes_fit_the_gpu(head_size):
-    config = mosaic_gpu_config.prefill_config(head_size)
+    config = configs.prefill_config(head_size)
     config.check(head_size, 2)
     assert config.stages >= 2
-    config = mosaic_gpu_config.decode_config(head_size, 8, 2)
+    config = configs.decode_config(head_size, 8, 2)
     config.check(head_size, 8, 2)
     assert config.slots >= 3
 

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas.mosaic_decode_cases import CASES, CORE_FAULTS, FAULTS, LONG_CASES, sizes
 
@@ -110,7 +110,7 @@ def test_planted_faults_are_caught(name, runs):
 
 
 @needs_compiler
-@pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes(), ids=str)
+@pytest.mark.parametrize("head_size", configs.head_sizes(), ids=str)
 def test_compiles_for_the_h200(head_size, tmp_path):
     everything = {
         "sinks": True,

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_plan import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_plan import (
     ITEM_COST,
     Row,
     Walk,
     item_of,
     plan_decode,
 )
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 
 _plan = jax.jit(
     plan_decode,
@@ -104,14 +104,14 @@ def test_shapes_take_as_many_tokens_as_fit():
 
 
 @pytest.mark.parametrize("page_itemsize", [1, 2])
-@pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes())
+@pytest.mark.parametrize("head_size", configs.head_sizes())
 def test_tuned_sizes_fit_with_enough_in_flight(head_size, page_itemsize):
     for group in (1, 4, 5, 7, 8, 16, 33, 64):
         for tokens in (1, 2, 8):
             columns = DecodeShape.of(group, head_size, tokens).columns
-            config = mosaic_gpu_config.decode_config(head_size, columns, page_itemsize)
+            config = configs.decode_config(head_size, columns, page_itemsize)
             config.check(head_size, columns, page_itemsize)
             assert config.bytes_in_flight(head_size, page_itemsize) >= 64 << 10
             used = config.shared_memory(head_size, columns, page_itemsize)
-            whole = mosaic_gpu_config.SHARED_MEMORY_PER_CORE
+            whole = configs.SHARED_MEMORY_PER_CORE
             assert config.blocks_per_core * (used + 1024) <= whole

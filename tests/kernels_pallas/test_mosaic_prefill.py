@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_plan import (
     max_prefill_items,
     plan_prefill,
 )
@@ -366,26 +366,24 @@ def test_plan_leaves_blocks_before_the_window_out_of_the_cost():
 
 
 @pytest.mark.parametrize("page_itemsize", [1, 2])
-@pytest.mark.parametrize("head_size", mosaic_gpu_config.head_sizes())
+@pytest.mark.parametrize("head_size", configs.head_sizes())
 def test_tuned_sizes_fit_with_enough_in_flight(head_size, page_itemsize):
-    config = mosaic_gpu_config.prefill_config(head_size, page_itemsize)
+    config = configs.prefill_config(head_size, page_itemsize)
     config.check(head_size, 2, page_itemsize)
     assert config.bytes_in_flight(head_size, page_itemsize) >= 64 << 10
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"PrefillConfig.cores must be at least 1, got 0"):
-        mosaic_gpu_config.PrefillConfig(block_tokens=64, stages=2, cores=0)
-    config = mosaic_gpu_config.PrefillConfig(block_tokens=64, stages=7)
+        configs.PrefillConfig(block_tokens=64, stages=2, cores=0)
+    config = configs.PrefillConfig(block_tokens=64, stages=7)
     config.check(128, 2, 1)
     with pytest.raises(ValueError, match=r"PrefillConfig needs .* shared memory at head size 128"):
         config.check(128, 2, 2)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "head_size", mosaic_gpu_config.head_sizes() if LONG else CORE_HEAD_SIZES, ids=str
-)
+@pytest.mark.parametrize("head_size", configs.head_sizes() if LONG else CORE_HEAD_SIZES, ids=str)
 def test_compiles_for_the_h200(head_size, tmp_path):
     everything = {"sinks": True, "return_lse": True, "sliding_window": 1000, "soft_cap": 30.0}
     env = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
 
 _FLOAT16_MAX = 65504.0
 # A thread reads 4 neighbouring numbers, 32 bits, and writes 64.

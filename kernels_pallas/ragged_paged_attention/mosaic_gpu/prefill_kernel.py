@@ -9,12 +9,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_consumer import consume
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_producer import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_consumer import consume
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_producer import (
     produce,
     produce_narrow,
 )
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_work import Problem
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_work import Problem
 
 
 def prefill_kernel(*arrays: Any, names: tuple[str, ...], problem: Problem) -> None:

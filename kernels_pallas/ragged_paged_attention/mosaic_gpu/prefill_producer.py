@@ -15,9 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_dequant as dequant
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_work import Problem, Tile, Turns
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import dequant, tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_work import Problem, Tile, Turns
 
 
 def produce(refs: SimpleNamespace, problem: Problem) -> None:

@@ -1,7 +1,7 @@
 """Attention of a few tokens per request on Hopper: split over the context, memory-bound.
 
 A fixed number of thread blocks, two per core where registers allow, each walks over its share of all key blocks
-(`mosaic_gpu_decode_plan`). Its producer warp group keeps a ring of key and value tiles filled by TMA, page by page, past
+(`mosaic_gpu.decode_plan`). Its producer warp group keeps a ring of key and value tiles filled by TMA, page by page, past
 the ends of requests; its consumer warp group folds tile after tile into a running softmax. The keys are wgmma's 64 rows
 and a kv head's query heads times tokens its columns, 8 to 64, so that few queries cost little: with 8 columns a
 block of 64 keys takes half of the tensor cores' time and an eighth of the exponentials of 64 query rows, and the
@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_columns import row_major
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, decode_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_kernel import QUERY_STAGES, DecodeWalk
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_plan import plan_decode
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_dequant import compute_dtype, is_narrow
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_merge import merge_parts
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.columns import row_major
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import DecodeConfig, decode_config
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_kernel import QUERY_STAGES, DecodeWalk
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_plan import plan_decode
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.dequant import compute_dtype, is_narrow
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import merge_parts
 
 
 def decode_attention(

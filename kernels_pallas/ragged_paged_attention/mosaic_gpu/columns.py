@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import COLUMN_LAYOUT, LAYOUT
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.tiles import COLUMN_LAYOUT, LAYOUT
 
 ROWS = 64
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_config
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import DecodeConfig, PrefillConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode import decode_attention
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import MAX_TOKENS, DecodeShape
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill import prefill_attention
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import DecodeConfig, PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode import decode_attention
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import MAX_TOKENS, DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill import prefill_attention
 from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
 
 
@@ -42,9 +42,9 @@ def ragged_paged_attention(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Raises:
-        ValueError: shapes that `mosaic_gpu_config.unsupported` names, or a config that does not fit the GPU.
+        ValueError: shapes that `config.unsupported` names, or a config that does not fit the GPU.
     """
-    if (reason := mosaic_gpu_config.unsupported(q_tnh, kv_pages[0])) is not None:
+    if (reason := configs.unsupported(q_tnh, kv_pages[0])) is not None:
         raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
     k_pages, v_pages = kv_pages
     num_tokens, num_heads, head_size = q_tnh.shape
@@ -75,8 +75,7 @@ def ragged_paged_attention(
                 *arrays,
                 query_start_loc,
                 jnp.where(query_lens > most, query_lens, 0),
-                config=prefill_config
-                or mosaic_gpu_config.prefill_config(head_size, k_pages.dtype.itemsize),
+                config=prefill_config or configs.prefill_config(head_size, k_pages.dtype.itemsize),
                 **options,
             )
         results = decode_attention(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import PrefillConfig
 
 
 @dataclass(frozen=True, slots=True)

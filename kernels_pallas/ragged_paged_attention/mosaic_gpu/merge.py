@@ -11,11 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_columns as col
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_columns import ROWS, TokenWriter, parts_of
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_plan import DecodePlan, Walk, item_of
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import columns as col
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.columns import ROWS, TokenWriter, parts_of
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_plan import DecodePlan, Walk, item_of
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 
 _REGISTERS = 64
 """Of a thread for the parts that are on their way at the same time."""

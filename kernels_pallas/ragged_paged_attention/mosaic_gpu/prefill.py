@@ -15,17 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_dequant as dequant
-from kernels_pallas.ragged_paged_attention import mosaic_gpu_tiles as tiles
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_config import PrefillConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_kernel import prefill_kernel
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_plan import (
+from kernels_pallas.ragged_paged_attention.mosaic_gpu import dequant, tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_kernel import prefill_kernel
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_plan import (
     PrefillPlan,
     max_prefill_items,
     plan_prefill,
 )
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_prefill_work import Problem
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_tiles import ROWS
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_work import Problem
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.tiles import ROWS
 
 
 def heads_per_tile(group: int) -> int:

@@ -128,7 +128,7 @@ class PrefillConfig:
 
 @functools.cache
 def _table() -> dict:
-    path = resources.files(__package__) / "mosaic_gpu_tuning.json"
+    path = resources.files(__package__) / "tuning.json"
     return json.loads(path.read_text())
 
 
@@ -141,7 +141,7 @@ def decode_config(head_size: int, columns: int, page_itemsize: int) -> DecodeCon
     """The tuned sizes, with as many slots as fit into shared memory.
 
     Args:
-        columns: query heads times tokens, see `mosaic_gpu_decode_shape`.
+        columns: query heads times tokens, see `mosaic_gpu.decode_shape`.
         page_itemsize: bytes of one number in the cache.
     """
     table = _table()["decode" if page_itemsize == 2 else "decode_8bit"][str(head_size)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.ragged_paged_attention.mosaic_gpu_columns import padded_heads
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.columns import padded_heads
 
 MAX_TOKENS = 8
 
