@@ -1,7 +1,8 @@
 """Attention of requests with many tokens each: tiles of query tokens against chunks of keys, with an online softmax.
 
-One loop runs over the tiles that are in use and one inside it over the chunks that the tile may see, so the work follows
-the real lengths and nothing larger than tile x chunk is ever held.
+Tiles are sorted by the length of what they see, and a loop takes a block of them at a time, as batches of small dots that
+keep the cores' caches warm and both cores at work; a loop inside goes over the chunks that the block's longest tile may see. So
+the work follows the real lengths, and nothing larger than block x tile x chunk is ever held.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kernels_pallas.ragged_paged_attention.xla_pages import (
     softmax_start,
     vary_like,
 )
+
+_NEVER = jnp.iinfo(jnp.int32).max
 
 
 class TilePlan(NamedTuple):
@@ -62,7 +65,8 @@ def prefill_attention(
     sinks: jax.Array | None,
     kv_scales: KVScales | None,
     return_lse: bool,
-    tile: int = 64,
+    tile: int = 32,
+    block: int = 8,
     chunk: int = 64,
     long_chunk: int = 512,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -86,14 +90,21 @@ def prefill_attention(
     if not has_long_chunks:
         long_ratio = 1
     block_tables = pad_block_tables(block_tables, chunk_pages * long_ratio)
+    page_ids = block_tables.reshape(num_rows, -1, chunk_pages)
+
+    # As many tiles at once as a step of this many tokens fills: few rows that only pad it.
+    block = max(min(block, num_tokens // tile), 1)
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
-    plan = plan_tiles(query_lens, starts, tile, -(-num_tokens // tile) + num_rows)
-    # A tile may reach past the last token; the padding keeps dynamic_slice from shifting it back.
-    q_tkgh = jnp.pad(
-        q_tnh.reshape(num_tokens, num_kv_heads, group, head_size),
-        ((0, tile), (0, 0), (0, 0), (0, 0)),
-    )
-    inputs = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
+    max_tiles = -(-num_tokens // tile) + num_rows
+    max_tiles += -max_tiles % block
+    plan = plan_tiles(query_lens, starts, tile, max_tiles)
+    in_use = jnp.arange(max_tiles, dtype=jnp.int32) < plan.count
+    position = seq_lens[plan.row] - ends[plan.row] + plan.first_token
+    end = seq_lens[plan.row]
+    if causal:
+        end = jnp.minimum(position + tile, end)
+    rank, order = _sorted_by(jnp.where(in_use, end, _NEVER))
+    q_tkgh = q_tnh.reshape(num_tokens, num_kv_heads, group, head_size)
     token_m = jnp.arange(tile * group, dtype=jnp.int32) // group
 
     # One sink per row of a tile's scores, [K, tile * G].
@@ -101,36 +112,40 @@ def prefill_attention(
     if sinks is not None:
         sinks_km = jnp.tile(sinks.reshape(num_kv_heads, group), (1, tile))
 
-    def one_tile(index, results):
-        row, first = plan.row[index], plan.first_token[index]
-        q_kigh = lax.dynamic_slice_in_dim(q_tkgh, first, tile).transpose(1, 0, 2, 3)
-        q_bkmh = q_kigh.reshape(1, num_kv_heads, tile * group, head_size)
-        position = seq_lens[row] - ends[row] + first
-        end = seq_lens[row]
-        if causal:
-            end = jnp.minimum(position + tile, end)
-        position_m = position + token_m
+    def one_block(step, results):
+        tiles = lax.dynamic_slice_in_dim(order, step * block, block)
+        used, row = in_use[tiles], plan.row[tiles]
+        first, end_b = plan.first_token[tiles], jnp.where(used, end[tiles], 0)
+        token_bi = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
+        q_bikgh = q_tkgh.at[token_bi].get(mode="clip")
+        q_bkmh = q_bikgh.transpose(0, 2, 1, 3, 4)
+        q_bkmh = q_bkmh.reshape(block, num_kv_heads, tile * group, head_size)
+        position_b = position[tiles]
+        position_bm = position_b[:, None] + token_m
         first_chunk = jnp.int32(0)
         if sliding_window is not None:
-            first_chunk = jnp.maximum(position - sliding_window + 1, 0) // chunk
+            oldest = jnp.where(used, position_b, _NEVER).min() - sliding_window + 1
+            first_chunk = jnp.maximum(oldest, 0) // chunk
 
         def one_chunk(c, carry, ratio=1, all_seen=False):
             peak, total, acc = carry
-            num_pages, num_slots = chunk_pages * ratio, chunk * ratio
-            pages = lax.dynamic_slice(block_tables, (row, c * num_pages), (1, num_pages))
-            num_valid = (end - c * num_slots).reshape(1)
+            num_slots = chunk * ratio
+            chunks = c * ratio + jnp.arange(ratio, dtype=jnp.int32)
+            pages = page_ids.at[row[:, None], chunks].get(mode="promise_in_bounds")
+            num_valid = end_b - c * num_slots
+            pages = pages.reshape(block, chunk_pages * ratio)
             k_bksh = read_slots(k_pages, pages, num_valid, q_tnh.dtype)
             v_bksh = read_slots(v_pages, pages, num_valid, q_tnh.dtype)
             score_bkms = scores(q_bkmh, k_bksh, key_scale, soft_cap)
             if not all_seen:
                 position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
                 if causal:
-                    seen = position_s[None, :] <= position_m[:, None]
+                    seen_bms = position_s <= position_bm[..., None]
                 else:
-                    seen = position_s[None, :] < end
+                    seen_bms = position_s < end_b[:, None, None]
                 if sliding_window is not None:
-                    seen &= position_s[None, :] > position_m[:, None] - sliding_window
-                score_bkms = jnp.where(seen, score_bkms, MASKED)
+                    seen_bms &= position_s > position_bm[..., None] - sliding_window
+                score_bkms = jnp.where(seen_bms[:, None], score_bkms, MASKED)
             # A token that sees nothing in its first chunks gathers weights of 1 there, and the
             # fade of the first chunk in which it does see something (its own) wipes them out.
             new_peak = jnp.maximum(peak, score_bkms.max(axis=-1))
@@ -141,34 +156,59 @@ def prefill_attention(
             total = total * fade + weight.sum(axis=-1, dtype=dtype)
             return new_peak, total, acc * fade[..., None] + o_bkmh
 
-        heads = q_bkmh.shape[:3]
-        start = softmax_start(heads, head_size, sinks_km, dtype)
+        start = softmax_start(q_bkmh.shape[:3], head_size, sinks_km, dtype)
         start = vary_like(start, *inputs)
         if has_long_chunks:
-            # What every token of the tile sees needs no mask and is taken in larger bites.
-            num_long = (position if causal else end) // (chunk * long_ratio)
+            # What every token of the block sees needs no mask and is taken in larger bites.
+            seen_by_all = jnp.where(used, position_b if causal else end_b, _NEVER).min()
+            num_long = seen_by_all // (chunk * long_ratio)
             start = lax.fori_loop(
                 0, num_long, lambda c, x: one_chunk(c, x, long_ratio, all_seen=True), start
             )
             first_chunk = num_long * long_ratio
-        last_chunk = (end + chunk - 1) // chunk
+        last_chunk = (end_b.max() + chunk - 1) // chunk
         peak, total, acc = lax.fori_loop(first_chunk, last_chunk, one_chunk, start)
-        o_bkmh = softmax_end(total, acc, kv_scales)
-        tiles = [o_bkmh.reshape(num_kv_heads, tile, group, head_size)]
+        attended = [softmax_end(total, acc, kv_scales)]
         if return_lse:
-            lse_bkm = log_sum_exp(peak, total, end > 0)
-            tiles.append(lse_bkm.reshape(num_kv_heads, tile, group))
-        # Tokens past the end of the request are overwritten by the tiles that come later.
-        return tuple(
-            lax.dynamic_update_slice_in_dim(result, x.swapaxes(0, 1).astype(result.dtype), first, 0)
-            for result, x in zip(results, tiles, strict=True)
-        )
+            attended.append(log_sum_exp(peak, total, (end_b > 0)[:, None, None]))
 
-    results = (jnp.zeros_like(q_tkgh),)
+        def write(result: jax.Array, x: jax.Array) -> jax.Array:
+            # [B, K, tile * G, ...] to [B, tile, K, G, ...].
+            x = x.reshape(block, num_kv_heads, tile, group, *x.shape[3:]).swapaxes(1, 2)
+            return lax.dynamic_update_slice_in_dim(result, x.astype(result.dtype), step * block, 0)
+
+        return tuple(map(write, results, attended))
+
+    inputs = (q_tnh, *kv_pages, block_tables, seq_lens, query_start_loc)
+    shape = (max_tiles, tile, num_kv_heads, group)
+    results = (jnp.zeros((*shape, head_size), q_tnh.dtype),)
     if return_lse:
-        results += (jnp.zeros(q_tkgh.shape[:-1], dtype),)
-    results = lax.fori_loop(0, plan.count, one_tile, vary_like(results, *inputs))
-    out_tnh = results[0][:num_tokens].reshape(q_tnh.shape)
-    if not return_lse:
-        return out_tnh
-    return out_tnh, results[1][:num_tokens].reshape(num_tokens, num_heads)
+        results += (jnp.zeros(shape, dtype),)
+    num_blocks = (plan.count + block - 1) // block
+    results = lax.fori_loop(0, num_blocks, one_block, vary_like(results, *inputs))
+    place_t = _place_of_token(query_lens, starts, rank, num_tokens, tile)
+    out_tnh, *lse_tn = (
+        x.reshape(max_tiles * tile, num_heads, *x.shape[4:]).at[place_t].get(mode="clip")
+        for x in results
+    )
+    return (out_tnh, lse_tn[0]) if return_lse else out_tnh
+
+
+def _sorted_by(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rank [n] of each key, and the indices [n] of the keys in ascending order. Equal keys keep theirs."""
+    index = jnp.arange(len(keys), dtype=jnp.int32)
+    before = (keys < keys[:, None]) | ((keys == keys[:, None]) & (index < index[:, None]))
+    rank = before.sum(axis=1, dtype=jnp.int32)
+    return rank, jnp.where(rank == index[:, None], index, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _place_of_token(
+    query_lens: jax.Array, starts: jax.Array, rank: jax.Array, num_tokens: int, tile: int
+) -> jax.Array:
+    """Where each token's result lies among those of the tiles [T], given the `rank` of each tile of the plan."""
+    tiles_r = (query_lens + tile - 1) // tile
+    first_tile_r = jnp.cumsum(tiles_r) - tiles_r
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.sum(starts[1:] <= token[:, None], axis=1, dtype=jnp.int32)
+    offset = token - starts[row]
+    return rank.at[first_tile_r[row] + offset // tile].get(mode="clip") * tile + offset % tile
