@@ -18,6 +18,9 @@ from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 MIN_ROWS = 2
 """XLA:CPU runs a bfloat16 matmul with a lone row about ten times slower than one with two."""
 
+_COMPUTE_BOUND = 256
+"""From about so many tokens on a step takes as long as its tokens need computing, whatever else it does."""
+
 
 class StepShape(NamedTuple):
     """Padded sizes of a step: T tokens, R rows, P pages per row; `decode_only` when T = R and row r is token r.
@@ -39,6 +42,14 @@ def _rungs(low: int, high: int, factor: int) -> tuple[int, ...]:
         rungs.append(low)
         low *= factor
     return (*rungs, high)
+
+
+def _token_rungs(budget: int) -> tuple[int, ...]:
+    """Powers of two from 16, and three quarters of a large `budget`: its last octave is where padding costs most."""
+    rungs = _rungs(16, max(budget, 16), 2)
+    if budget < _COMPUTE_BOUND:
+        return rungs
+    return tuple(sorted({*rungs, 3 * budget // 4}))
 
 
 def _at_least(rungs: tuple[int, ...], n: int) -> int:
@@ -69,7 +80,7 @@ class BucketLadder:
         rows = max(max_num_seqs, MIN_ROWS)
         return cls(
             decode_rows=_rungs(MIN_ROWS, rows, 2),
-            mixed_tokens=_rungs(16, max(max_num_batched_tokens, 16), 2),
+            mixed_tokens=_token_rungs(max_num_batched_tokens),
             mixed_rows=_rungs(8, max(rows, 8), 8),
             pages=_rungs(512, max_pages, 8),
             min_grouped_rows=min_grouped_rows,
