@@ -102,6 +102,13 @@ def test_ladder_has_no_lone_row_and_covers_its_limits():
                 assert ladder.shape(tokens, rows, 9) in shapes
 
 
+def test_large_steps_are_padded_by_at_most_half():
+    for budget in (1024, 2500):
+        ladder = BucketLadder.create(budget, 64, 100)
+        for tokens in range(budget // 2 + 1, budget + 1):
+            assert ladder.shape(tokens, 8, 9).num_tokens <= 1.5 * tokens
+
+
 def test_forced_tokens_are_the_hosts_until_the_row_passes_on():
     batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, BucketLadder.create(64, NUM_ROWS, MAX_PAGES))
 
