@@ -72,6 +72,7 @@ def decode_attention(
         first_tokens,
         query_lens,
         block=config.block_tokens,
+        alignment=tiles.alignment(page_size, config.block_tokens),
         sliding_window=sliding_window,
         num_kv_heads=num_heads // shape.group,
         num_walks=num_walks,

@@ -76,6 +76,7 @@ def prefill_attention(
         tile=tile,
         max_items=max_items,
         block=config.block_tokens,
+        alignment=tiles.alignment(page_size, config.block_tokens),
         causal=causal,
         sliding_window=sliding_window,
     )

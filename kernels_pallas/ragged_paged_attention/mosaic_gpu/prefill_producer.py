@@ -93,11 +93,7 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             dequant.widen(refs.k_narrow.at[slot], refs.k_ring.at[0], columns=columns)
             plgpu.barrier_arrive(refs.k_full.at[0])
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))
-            start = (tile.first_block + i) * block
-            used_to = tile.seq_len - start
-            used_from = None
-            if tiles.may_begin_in_last_page(problem.sliding_window, problem.page_size):
-                used_from = tile.seen_from - start
+            used_to = tile.seq_len - (tile.begin + i * block)
             values = (refs.v_narrow.at[slot], refs.v_ring.at[0])
 
             @pl.when(used_to >= block)
@@ -106,7 +102,7 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
 
             @pl.when(used_to < block)
             def _():
-                dequant.widen(*values, used_to, used_from, columns=columns)
+                dequant.widen(*values, used_to, columns=columns)
 
             plgpu.barrier_arrive(refs.v_full.at[0])
             cursor = issue(n + stages, cursor)
@@ -151,9 +147,8 @@ class Source(NamedTuple):
 
     row: jax.Array
     kv_head: jax.Array
-    first_block: jax.Array
+    begin: jax.Array
     num_blocks: jax.Array
-    first_page: jax.Array
     last_page: jax.Array
 
 
@@ -161,9 +156,8 @@ def source_of(tile: Tile, page_size: int) -> Source:
     return Source(
         tile.row,
         tile.kv_head,
-        tile.first_block,
+        tile.begin,
         tile.num_blocks,
-        first_page=lax.div(tile.seen_from, jnp.int32(page_size)),
         last_page=lax.div(tile.end - 1, jnp.int32(page_size)),
     )
 
@@ -173,6 +167,6 @@ def copy_from(
 ) -> None:  # fmt: skip
     tiles.copy_block(
         pages, tile_ref, barrier, refs.tables, source.row, source.kv_head,
-        source.first_block + i, source.first_page, source.last_page,
+        source.begin + i * problem.config.block_tokens, source.last_page,
         problem.page_size, problem.num_kv_heads,
     )  # fmt: skip
