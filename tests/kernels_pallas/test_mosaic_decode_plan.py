@@ -21,7 +21,14 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import Decode
 
 _plan = jax.jit(
     plan_decode,
-    static_argnames=("block", "alignment", "sliding_window", "num_kv_heads", "num_walks", "min_blocks"),
+    static_argnames=(
+        "block",
+        "alignment",
+        "sliding_window",
+        "num_kv_heads",
+        "num_walks",
+        "min_blocks",
+    ),
 )
 
 

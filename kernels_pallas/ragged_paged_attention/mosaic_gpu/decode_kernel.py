@@ -227,7 +227,8 @@ class DecodeWalk:
         where = (item.row.first_token, first_head, item.row.num_tokens)
         self.writer.stage(_scaled(accs, factor, value_scale))
         self.writer.send(*where)
-        self.writer.write_lse(lse, *where)
+        self.writer.put_lse(lse)
+        self.writer.write_lse(*where)
 
     def write_part(self, item: Item, accs: Any, peak: Any, total: Any, value_scale: Any) -> None:
         factor, lse = col.finish(peak, total, None)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import dequant, tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import Merger
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_work import Problem, Tile, Turns
 
 
@@ -42,6 +43,8 @@ def produce(refs: SimpleNamespace, problem: Problem) -> None:
         return filled + tile.num_blocks
 
     filled = lax.fori_loop(0, turns.count, turn_step, jnp.int32(0))
+    pl.when(turns.count > 0)(lambda: plgpu.barrier_wait(refs.q_free))
+    merge_decoded(refs, problem)
 
     # Whoever waits on a barrier sees all its phases.
     @pl.loop(0, jnp.minimum(filled, stages))
@@ -49,14 +52,18 @@ def produce(refs: SimpleNamespace, problem: Problem) -> None:
         plgpu.barrier_wait(refs.k_free.at[slot])
         plgpu.barrier_wait(refs.v_free.at[slot])
 
-    pl.when(turns.count > 0)(lambda: plgpu.barrier_wait(refs.q_free))
-
 
 def produce_narrow(refs: SimpleNamespace, problem: Problem) -> None:
     """Of an 8-bit cache: blocks are on their way in a ring that only this warp group sees, and those that have come
     are widened into a tile for keys and one for values."""
     turns = Turns(refs, problem)
     pl.when(turns.count > 0)(lambda: _produce_narrow(refs, problem, turns))
+    merge_decoded(refs, problem)
+
+    @pl.when(turns.count > 0)
+    def _():
+        plgpu.barrier_wait(refs.k_free.at[0])
+        plgpu.barrier_wait(refs.v_free.at[0])
 
 
 def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> None:
@@ -124,8 +131,29 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
     cursor = (jnp.int32(0), jnp.int32(0), source_of(first, problem.page_size))
     cursor = lax.fori_loop(0, stages, issue, cursor)
     lax.fori_loop(0, turns.count, turn_step, (jnp.int32(0), cursor))
-    for barrier in (refs.k_free.at[0], refs.v_free.at[0], refs.q_free):
-        plgpu.barrier_wait(barrier)
+    plgpu.barrier_wait(refs.q_free)
+
+
+def merge_decoded(refs: SimpleNamespace, problem: Problem) -> None:
+    """Complete the requests that the decode kernel cut, while the consumers are at their last tile. They have given up
+    the queries' place, which the results leave through."""
+    if problem.decoded is None:
+        return
+    names = {"out": "out", "lse": "token_lse", "sinks": "sinks"}
+    names |= {name: name for name in ("rows", "walks", "parts", "part_lse")}
+    given = {name: getattr(refs, ref) for name, ref in names.items() if hasattr(refs, ref)}
+    lse_s = refs.lse_rows.at[problem.config.consumers] if hasattr(refs, "lse_rows") else None
+    merger = Merger(
+        SimpleNamespace(**given), problem.decoded, refs.q_rows.at[0], lse_s,
+        columns=16, registers=32, interpret=problem.interpret,
+    )  # fmt: skip
+    core, num_walks = lax.axis_index("core"), refs.walks.shape[0]
+
+    @pl.loop(0, lax.div(num_walks + (problem.cores - 1) - core, jnp.int32(problem.cores)))
+    def _(i):
+        merger.merge(core + i * problem.cores)
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def copy_queries(refs: SimpleNamespace, problem: Problem, tile: Tile) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.tiles import alignment
 
 
@@ -37,6 +38,8 @@ class Problem:
     soft_cap: float | None
     causal: bool
     interpret: Any
+    decoded: DecodeShape | None
+    """Of the requests that the decode kernel cut, which are completed here."""
 
 
 class Tile(NamedTuple):
@@ -82,11 +85,10 @@ class Turns:
         row, first_token, num_tokens, position = (refs.items[item, i] for i in range(4))
         seq_len = refs.lens[row]
         end = position + num_tokens if problem.causal else seq_len
-        begin = jnp.int32(0)
-        block = problem.config.block_tokens
+        block, seen_from = problem.config.block_tokens, jnp.int32(0)
         if problem.sliding_window is not None:
             seen_from = jnp.maximum(position - problem.sliding_window + 1, 0)
-            begin = seen_from & -alignment(problem.page_size, block)
+        begin = seen_from & -alignment(problem.page_size, block)
         tiles_per_kv_head = self._head_tiles // problem.num_kv_heads
         num_blocks = lax.div(end - begin + (block - 1), jnp.int32(block))
         if not problem.causal:
