@@ -97,9 +97,10 @@ class RaggedPagedAttention:
                 least_in_flight=64 << 10,
                 shared_memory=decode.shared_memory(size, columns, page_item),
             ),
-            "paged_decode_merge": Expected(),
         }
-        if not options.decode_only:
+        if options.decode_only:
+            kernels["paged_decode_merge"] = Expected()
+        else:
             prefill = config.prefill_config(size, page_item)
             kernels["paged_prefill"] = Expected(
                 matmuls=True,

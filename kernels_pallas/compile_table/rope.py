@@ -75,4 +75,6 @@ class RopeKVCacheUpdate:
         return Program(update, self._args(case), donate_argnums=(1,))
 
     def expected(self, case: Case) -> dict[str, Expected]:
-        return {NAME: Expected(loads=True, stores=True)}
+        qkv, pages, _, cos, _, q_norm, *_ = self._args(case)
+        used = config_for(qkv, pages, cos, q_norm).shared_memory_bytes
+        return {NAME: Expected(loads=True, stores=True, shared_memory=used)}

@@ -115,7 +115,11 @@ def rope_kv_cache_update(
         ],
         grid=(num_tokens,),
         grid_names=("token",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Warps have rows of their own, so that sums over a row exchange nothing through shared memory.
+            reduction_scratch_bytes=0,
+        ),
         kernel_name="rope_kv_cache_update",
         **({} if interpret is None else {"interpret": interpret}),
     )

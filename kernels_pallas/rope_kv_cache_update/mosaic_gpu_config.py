@@ -22,8 +22,10 @@ _MAX_BOX = 256
 """Most elements of a TMA copy along one axis."""
 _MAX_ELEMENTS_IN_REGISTERS = 64 * _WARPS * _LANES
 """Of one round over a block's rows: 64 float32 registers a thread, and about as many again while they are rotated."""
-_SHARED_MEMORY_BYTES = 232_448 - 1024
-"""Hopper's limit for one block, less what Mosaic takes for barriers."""
+_SHARED_MEMORY_BYTES = 232_448
+"""Hopper's limit for one block."""
+_BARRIER_BYTES = 1024
+"""At most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +142,12 @@ class Config:
 
     @property
     def shared_memory_bytes(self) -> int:
+        """Of a block: queries, keys and values, those on their way into 8-bit pages, each at a multiple of 1024 bytes."""
+        wide = (self.q_rows, self.k_rows, self.k_rows if self.quantized else self.num_kv_heads)
+        row_bytes = [rows * self.itemsize for rows in wide]
         if self.quantized:
-            row_bytes = (self.q_rows + 2 * self.k_rows) * self.itemsize + 2 * self.k_rows
-        else:
-            row_bytes = (self.q_rows + self.k_rows + self.num_kv_heads) * self.itemsize
-        return row_bytes * self.head_size
+            row_bytes += 2 * [self.k_rows]
+        return sum(-(-n * self.head_size // 1024) * 1024 for n in row_bytes) + _BARRIER_BYTES
 
     @property
     def layout(self) -> Any:

@@ -113,14 +113,14 @@ def races_found() -> bool:
 def run_case(case: dict[str, Any], configs: dict[str, Any] | None = None) -> dict[str, Any]:
     """{"error": largest error relative to the largest value, "finite", "zeros", "races", "seconds"}."""
     from kernels_pallas.ragged_paged_attention.mosaic_gpu import attention
-    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
+    from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as sizes
 
     case = Case(**{**case, "rows": [tuple(row) for row in case["rows"]]})
     arrays, owned = make_arrays(case)
     options = {}
     for name, values in (configs or {}).items():
         kind = {"decode_config": "DecodeConfig", "prefill_config": "PrefillConfig"}[name]
-        options[name] = getattr(configs, kind)(**values)
+        options[name] = getattr(sizes, kind)(**values)
     start = time.perf_counter()
     out = attention.ragged_paged_attention(
         *arrays,

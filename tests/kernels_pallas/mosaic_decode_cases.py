@@ -20,7 +20,7 @@ ONE_WALK = sizes(1, min_blocks=9)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 20 tiles through 3 slots.
     "one_walk": ({"rows": [(500, 1), (64, 1), (1, 1)]}, ONE_WALK),
-    # The block begins with copies of the page that the window begins in, which is the last and not full.
+    # The window begins in the last page, which is not full, and every page before it is poisoned.
     "window_in_the_last_page": (
         {"rows": [(289, 1)], "kv_heads": 1, "group": 1, "sliding_window": 1},
         ONE_WALK,
@@ -196,12 +196,13 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
     "unused_values_not_cleared": (
         FAULT_CASE, "tiles", [("row < end", "row < end + 128")],
     ),
-    "stale_slots_before_the_window_not_cleared": (
-        CASES["window_in_the_last_page"], "tiles", [("(row >= begin) & ", "")],
+    "pages_before_the_window_loaded": (
+        CASES["window_in_the_last_page"], "tiles",
+        [("return min(page_size, block_tokens)", "return block_tokens")],
     ),
     "page_off_by_one": (
         FAULT_CASE, "tiles",
-        [("lax.clamp(first_page, page, last_page)", "lax.clamp(first_page, page + 1, last_page)")],
+        [("jnp.minimum(page, last_page)", "jnp.minimum(page + 1, last_page)")],
     ),
     "last_item_of_a_walk_not_loaded": (
         MANY_CASE, "decode_kernel",

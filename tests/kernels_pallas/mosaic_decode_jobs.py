@@ -32,10 +32,6 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     q, starts = arrays["q"], arrays["query_start_loc"]
     most = DecodeShape.of(case.group, case.head_size, MAX_TOKENS).tokens
     assert max(np.asarray(arrays["query_lens"])) <= most, f"more than {most} tokens in {case.rows}"
-    others = None
-    if case.left_out:
-        # What the other kernel wrote: this one must leave it alone.
-        others = (jnp.full_like(q, jnp.nan), jnp.full(q.shape[:2], jnp.nan, jnp.float32))
     start = time.perf_counter()
     out, lse = decode.decode_attention(
         q,
@@ -51,7 +47,6 @@ def run_case(case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         soft_cap=case.soft_cap,
         causal=case.causal,
         return_lse=case.return_lse,
-        others=others,
         num_owned=starts[-1:],
         config=configs.DecodeConfig(**config),
         interpret=attention_jobs.interpret_params(),
@@ -129,7 +124,7 @@ def compile_decode(
     Args:
         dtypes: pairs of the queries' and the pages'.
         shapes: (query heads per kv head, most tokens per request).
-        options: "sinks" of True stands for an array; "mixed" for results of other requests to write into.
+        options: "sinks" of True stands for an array; "mixed" for tokens of no request.
     """
     from kernels_pallas.gpu_target import compile_for, device_mesh
     from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
@@ -159,8 +154,7 @@ def compile_decode(
         if itemsize == 1:
             arrays["kv_scales"] = (floats(kv_heads), floats(kv_heads))
         if statics.pop("mixed", False):
-            lse = floats(*q.shape[:2]) if statics.get("return_lse") else None
-            arrays |= {"others": (q, lse), "num_owned": integers(1)}
+            arrays["num_owned"] = integers(1)
 
         def attend(positional, arrays, config=config, statics=statics, tokens=tokens):
             return decode.decode_attention(

@@ -21,7 +21,14 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import Decode
 
 _plan = jax.jit(
     plan_decode,
-    static_argnames=("block", "sliding_window", "num_kv_heads", "num_walks", "min_blocks"),
+    static_argnames=(
+        "block",
+        "alignment",
+        "sliding_window",
+        "num_kv_heads",
+        "num_walks",
+        "min_blocks",
+    ),
 )
 
 
@@ -41,6 +48,7 @@ def test_walks_take_every_block_once_and_equal_shares(
         np.cumsum(query_lens, dtype=np.int32) - query_lens,
         query_lens,
         block=4,
+        alignment=2,
         sliding_window=window,
         num_kv_heads=num_kv_heads,
         num_walks=num_walks,
@@ -55,7 +63,8 @@ def test_walks_take_every_block_once_and_equal_shares(
             item = item_of(row_table, walk, np.int32(index))
             key = (int(item.head), int(item.row.request))
             first, count = int(item.first_block), int(item.num_blocks)
-            taken.setdefault(key, []).extend(range(first, first + count))
+            begins = int(item.row.begin) + 4 * np.arange(first, first + count)
+            taken.setdefault(key, []).extend(begins.tolist())
             starts.setdefault(key, []).append((number, bool(item.opens), bool(item.closes)))
             cost += count
         assert cost <= int(walk.share)
@@ -66,8 +75,8 @@ def test_walks_take_every_block_once_and_equal_shares(
             if tokens == 0:
                 assert key not in taken
                 continue
-            first = 0 if window is None else max(seq_len - tokens + 1 - window, 0) // 4
-            assert taken[key] == list(range(first, -(-seq_len // 4)))
+            first = 0 if window is None else max(seq_len - tokens + 1 - window, 0) // 2 * 2
+            assert taken[key] == list(range(first, seq_len, 4))
             # Opened once, closed once, by neighbours.
             numbers = [number for number, _, _ in starts[key]]
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -79,7 +88,7 @@ def test_plan_gives_long_contexts_to_many_walks():
     one = jnp.ones(2, jnp.int32)
     plan = plan_decode(
         jnp.array([6400, 64], jnp.int32), jnp.arange(2, dtype=jnp.int32), one,
-        block=64, sliding_window=None, num_kv_heads=2, num_walks=10, min_blocks=4,
+        block=64, alignment=16, sliding_window=None, num_kv_heads=2, num_walks=10, min_blocks=4,
     )  # fmt: skip
     rows = [Row(*row) for row in np.asarray(plan.rows).tolist()]
     assert [(row.num_blocks, row.start) for row in rows] == [(100, 0), (1, 102)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import DecodeConfig, PrefillConfig
-from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode import decode_attention
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode import decode_attention, decode_walks
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import MAX_TOKENS, DecodeShape
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill import prefill_attention
 from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
@@ -69,25 +69,19 @@ def ragged_paged_attention(
     else:
         query_lens = query_start_loc[1:] - starts
         most = DecodeShape.of(num_heads // k_pages.shape[1], head_size, MAX_TOKENS).tokens
-        others = None
-        if num_tokens > most:
-            others = prefill_attention(
+        of_few = (*arrays, starts, jnp.where(query_lens <= most, query_lens, 0))
+        few = {"max_tokens": most, "num_owned": query_start_loc[-1:], "config": decode_config}
+        if num_tokens <= most:
+            results = decode_attention(*of_few, **few, **options)
+        else:
+            results = prefill_attention(
                 *arrays,
                 query_start_loc,
                 jnp.where(query_lens > most, query_lens, 0),
+                decoded=decode_walks(*of_few, **few, **options),
                 config=prefill_config or configs.prefill_config(head_size, k_pages.dtype.itemsize),
                 **options,
             )
-        results = decode_attention(
-            *arrays,
-            starts,
-            jnp.where(query_lens <= most, query_lens, 0),
-            max_tokens=most,
-            others=others,
-            num_owned=query_start_loc[-1:],
-            config=decode_config,
-            **options,
-        )
     # A kernel's result doesn't say over which mesh axes it differs.
     given = (*arrays[:1], k_pages, v_pages, block_tables, seq_lens, query_start_loc)
     if not return_lse:

@@ -107,10 +107,12 @@ def softmax_step(
     return weights, accs, new_peak, total
 
 
-def sinks_of(sinks_ref: Any, first_head: jax.Array, group: int, heads: int, columns: int) -> Any:
-    """The sinks [columns] in base 2 of `group` query heads, for each token."""
+def sinks_of(
+    sinks_ref: Any, first_head: jax.Array, group: int, heads: int, columns: int, first_column: Any = 0
+) -> Any:  # fmt: skip
+    """The sinks [columns] in base 2 of `group` query heads, for each token, from a column on."""
     column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN_LAYOUT)
-    column = column + unknown_zero()
+    column = column + first_column + unknown_zero()
     head = lax.rem(column, jnp.full_like(column, heads))
     sinks = no_peaks(columns)
     for i in range(group):
@@ -146,12 +148,19 @@ class TokenWriter:
 
     def stage(self, accs: Sequence[jax.Array]) -> None:
         """Put results into shared memory, once what left through it before is gone."""
+        self.wait()
+        self.put(accs)
+        plgpu.commit_smem()
+
+    def wait(self) -> None:
+        """For what leaves through shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def put(self, accs: Sequence[jax.Array], first_column: Any = 0) -> None:
         columns, head_size = accs[0].shape[1], self.out_s.shape[1]
         for start, acc in zip(parts_of(head_size), accs, strict=True):
-            part = self.out_s.at[pl.ds(0, columns), pl.ds(start, ROWS)]
+            part = self.out_s.at[pl.ds(first_column, columns), pl.ds(start, ROWS)]
             store_transposed_plain(part, acc.astype(self.out_s.dtype), self.interpret)
-        plgpu.commit_smem()
 
     def send(self, token: jax.Array, first_head: jax.Array, num_tokens: jax.Array) -> None:
         """Start the copies of what was staged."""
@@ -163,13 +172,17 @@ class TokenWriter:
                 self.out_ref.at[token + i, pl.ds(first_head, self.group)],
             )
 
-    def write_lse(
-        self, lse: jax.Array, token: jax.Array, first_head: jax.Array, num_tokens: jax.Array
-    ) -> None:
+    def put_lse(self, lse: jax.Array, first_column: Any = 0) -> None:
+        """Log-sum-exps in base 2 into shared memory."""
         if self.lse_ref is None:
             return
-        lse_s = self.lse_s.at[pl.ds(0, lse.shape[0])]
+        lse_s = self.lse_s.at[pl.ds(first_column, lse.shape[0])]
         tiles.store_plain(lse_s, lse * (1 / tiles.LOG2_E))
+
+    def write_lse(self, token: jax.Array, first_head: jax.Array, num_tokens: jax.Array) -> None:
+        """Write what `put_lse` left."""
+        if self.lse_ref is None:
+            return
 
         # One loop of unknown length: LLVM would unroll one over heads, at the cost of many registers.
         @pl.loop(0, num_tokens * self.group)

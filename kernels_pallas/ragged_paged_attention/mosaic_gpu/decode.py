@@ -25,10 +25,10 @@ from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_kernel import QUERY
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_plan import plan_decode
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.dequant import compute_dtype, is_narrow
-from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import merge_parts
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import Decoded, merge_parts
 
 
-def decode_attention(
+def decode_walks(
     q_tnh: jax.Array,
     kv_pages: tuple[jax.Array, jax.Array],
     block_tables: jax.Array,
@@ -44,18 +44,16 @@ def decode_attention(
     sinks: jax.Array | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     return_lse: bool = False,
-    others: tuple[jax.Array, jax.Array | None] | None = None,
     num_owned: jax.Array | None = None,
     config: DecodeConfig | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """q [T, N, H] -> [T, N, H] and, with return_lse, [T, N] float32.
+) -> tuple[Decoded, DecodeShape]:
+    """The decode kernel's results for q [T, N, H], which `merge.merge_parts` or another kernel completes.
 
     Args:
         first_tokens: [R] int32, where a request's tokens begin.
         query_lens: [R] int32, how many it has; requests with 0 are left out, those with a seq_len of 0 get zeros.
         max_tokens: no request has more.
-        others: (out, lse) of the requests that are left out, which the results are written into.
         num_owned: [1] int32, how many tokens belong to some request; the others, which follow, get zeros and an lse of
             -inf. None when all do.
     """
@@ -72,6 +70,7 @@ def decode_attention(
         first_tokens,
         query_lens,
         block=config.block_tokens,
+        alignment=tiles.alignment(page_size, config.block_tokens),
         sliding_window=sliding_window,
         num_kv_heads=num_heads // shape.group,
         num_walks=num_walks,
@@ -98,13 +97,7 @@ def decode_attention(
     }
     if num_owned is not None:
         inputs["num_owned"] = num_owned
-    if others is not None:
-        inputs = tiles.not_slices(inputs)
-        written = {name: jax.new_ref(x) for name, x in zip(results, others, strict=False)}
-        inputs |= written
-        made = parts
-    else:
-        made = parts | results
+    made = parts | results
     constants = SimpleNamespace(
         shape=shape,
         block=config.block_tokens,
@@ -135,20 +128,18 @@ def decode_attention(
         **({"interpret": interpret} if interpret else {}),
     )(*inputs.values())
     outputs = dict(zip(made, outputs, strict=True))
-    if others is None:
-        written = {name: jax.new_ref(outputs[name]) for name in results}
-    merge_parts(
-        plan,
-        outputs["parts"],
-        outputs["part_lse"],
-        sinks,
-        written["out"],
-        written.get("lse"),
-        shape=shape,
-        interpret=interpret,
+    decoded = Decoded(
+        outputs["out"], outputs.get("lse"), plan, outputs["parts"], outputs["part_lse"]
     )
-    frozen = {name: jax.freeze(ref) for name, ref in written.items()}
-    return frozen["out"], frozen.get("lse")
+    return decoded, shape
+
+
+def decode_attention(
+    *args: Any, sinks: jax.Array | None = None, interpret: Any = None, **options: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, N, H], lse [T, N] or None) of `decode_walks`, completed."""
+    decoded, shape = decode_walks(*args, sinks=sinks, interpret=interpret, **options)
+    return merge_parts(decoded, sinks, shape=shape, interpret=interpret)
 
 
 def _scratch(

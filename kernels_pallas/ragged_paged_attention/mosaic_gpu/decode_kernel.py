@@ -44,6 +44,10 @@ class DecodeWalk:
     def item(self, index: jax.Array) -> Item:
         return item_of(self.r.rows, self.walk, index)
 
+    def begin(self, item: Item, i: jax.Array) -> jax.Array:
+        """Where the item's block i does, in the context."""
+        return item.row.begin + (item.first_block + i) * self.c.block
+
     def first_visible(self, item: Item) -> jax.Array:
         """The position from which on the request's first token sees keys."""
         if self.c.sliding_window is None:
@@ -71,7 +75,6 @@ class DecodeWalk:
                     r.q_in.at[stage, pl.ds(i * shape.heads, shape.group)],
                     r.q_full.at[stage],
                 )
-            first_page = lax.div(self.first_visible(item), page_size)
             last_page = lax.div(row.seq_len - 1, page_size)
             kv_head = lax.div(item.head, jnp.int32(shape.splits))
 
@@ -83,8 +86,7 @@ class DecodeWalk:
                     )
                     tiles.copy_block(
                         pages_ref, r.ring.at[slot], r.full.at[slot], r.tables, row.request,
-                        kv_head, item.first_block + i, first_page, last_page, c.page_size,
-                        c.num_kv_heads,
+                        kv_head, self.begin(item, i), last_page, c.page_size, c.num_kv_heads,
                     )  # fmt: skip
                     position = position + 1
                 return position
@@ -160,7 +162,7 @@ class DecodeWalk:
         def step(i, carry):
             accs, peak, total = carry
             slots = [lax.rem(position + 2 * i + j, jnp.int32(c.slots)) for j in range(2)]
-            start = (item.first_block + i) * block
+            start = self.begin(item, i)
             keys, values = (r.ring.at[slot] for slot in slots)
             plgpu.barrier_wait(r.full.at[slots[0]])
             if self.is_narrow:
@@ -182,15 +184,12 @@ class DecodeWalk:
             col.store_transposed(weights_s, weights.astype(weights_s.dtype), interpret)
             plgpu.barrier_wait(r.full.at[slots[1]])
             used_to = seq_len - start
-            used_from = None
-            if tiles.may_begin_in_last_page(c.sliding_window, c.page_size):
-                used_from = first_visible - start
             if self.is_narrow:
-                widen(values, wide_s, used_to, used_from, columns=self.narrow_columns)
+                widen(values, wide_s, used_to, columns=self.narrow_columns)
                 plgpu.barrier_arrive(r.free.at[slots[1]])
                 values = wide_s
             else:
-                pl.when(used_to < block)(lambda: tiles.clear_unused(values, used_to, used_from))
+                pl.when(used_to < block)(lambda: tiles.clear_unused(values, used_to))
             plgpu.commit_smem()
             weights_t = weights_s.transpose((1, 0))
             accs = tuple(
@@ -228,7 +227,8 @@ class DecodeWalk:
         where = (item.row.first_token, first_head, item.row.num_tokens)
         self.writer.stage(_scaled(accs, factor, value_scale))
         self.writer.send(*where)
-        self.writer.write_lse(lse, *where)
+        self.writer.put_lse(lse)
+        self.writer.write_lse(*where)
 
     def write_part(self, item: Item, accs: Any, peak: Any, total: Any, value_scale: Any) -> None:
         factor, lse = col.finish(peak, total, None)

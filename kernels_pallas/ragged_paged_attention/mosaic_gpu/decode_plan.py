@@ -24,7 +24,8 @@ class Row(NamedTuple):
     seq_len: Any
     first_token: Any
     num_tokens: Any
-    first_block: Any
+    begin: Any
+    """Where its first block does, in the context."""
     num_blocks: Any
     start: Any
     """On the line of one kv head."""
@@ -58,6 +59,7 @@ class Item(NamedTuple):
     row: Row
     head: jax.Array
     first_block: jax.Array
+    """Of the request's."""
     num_blocks: jax.Array
     start: jax.Array
     """Of the request's blocks, on the whole line."""
@@ -79,7 +81,7 @@ def item_of(rows_ref: Any, walk: Walk, index: jax.Array) -> Item:
     return Item(
         row,
         head,
-        row.first_block + first,
+        first,
         last - first,
         start,
         start >= walk.begin,
@@ -93,6 +95,7 @@ def plan_decode(
     query_lens: jax.Array,
     *,
     block: int,
+    alignment: int,
     sliding_window: int | None,
     num_kv_heads: int,
     num_walks: int,
@@ -105,7 +108,8 @@ def plan_decode(
         first_tokens: [R] int32, where its query tokens begin.
         query_lens: [R] int32; a request with 0 gets no item.
         block: tokens per block.
-        sliding_window: blocks wholly before the window of a request's first token are left out.
+        alignment: blocks begin at a multiple of it, a power of two.
+        sliding_window: the first block begins as close before the window of a request's first token.
         min_blocks: no share is smaller, but for the last one.
     """
     num_requests = seq_lens.shape[0]
@@ -116,14 +120,14 @@ def plan_decode(
     request = jnp.minimum(request, num_requests - 1)
     in_use = index < num_rows
     seq_len, num_tokens = seq_lens[request], query_lens[request]
-    first_block = jnp.zeros_like(seq_len)
+    begin = jnp.zeros_like(seq_len)
     if sliding_window is not None:
-        first_block = jnp.maximum(seq_len - num_tokens + 1 - sliding_window, 0) // block
-    num_blocks = jnp.where(in_use, (seq_len + block - 1) // block - first_block, 0)
+        begin = jnp.maximum(seq_len - num_tokens + 1 - sliding_window, 0) & -alignment
+    num_blocks = jnp.where(in_use, (seq_len - begin + block - 1) // block, 0)
     cost = jnp.where(in_use, num_blocks + ITEM_COST, 0)
     ends = jnp.cumsum(cost, dtype=jnp.int32)
     start, length = ends - cost, ends[-1]
-    rows = Row(request, seq_len, first_tokens[request], num_tokens, first_block, num_blocks, start)
+    rows = Row(request, seq_len, first_tokens[request], num_tokens, begin, num_blocks, start)
     total = length * num_kv_heads
     share = jnp.maximum(-(-total // num_walks), min_blocks + ITEM_COST)
     border = jnp.minimum(jnp.arange(num_walks + 1, dtype=jnp.int32) * share, total)

@@ -45,13 +45,12 @@ def widen(
     narrow_ref: Any,
     wide_ref: Any,
     end: jax.Array | None = None,
-    begin: jax.Array | None = None,
     *,
     columns: int | None = None,
 ) -> None:
     """Write 8-bit narrow_ref [rows, H] as float16 to wide_ref [rows, H], both in tiles in shared memory.
 
-    With `end`, rows outside [begin, end) become 0: what stale memory holds may be NaN, and a weight of 0 times NaN is NaN.
+    With `end`, rows from there on become 0: what stale memory holds may be NaN, and a weight of 0 times NaN is NaN.
 
     Args:
         columns: read and written at once, whole tiles of both; None takes the wider of the two's usual tiles.
@@ -65,6 +64,6 @@ def widen(
         wide = wide.astype(wide_ref.dtype)
         if end is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=_LAYOUT)
-            wide = jnp.where(tiles.is_used(row, end, begin), wide, jnp.zeros_like(wide))
+            wide = jnp.where(row < end, wide, jnp.zeros_like(wide))
         wide_ref[part] = wide
     plgpu.commit_smem()

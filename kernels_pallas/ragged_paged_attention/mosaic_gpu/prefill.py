@@ -16,7 +16,10 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import dequant, tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.columns import row_major
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import Decoded
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_kernel import prefill_kernel
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_plan import (
     PrefillPlan,
@@ -52,13 +55,17 @@ def prefill_attention(
     sinks: jax.Array | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     return_lse: bool = False,
+    decoded: tuple[Decoded, DecodeShape] | None = None,
     config: PrefillConfig,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, N, H], lse [T, N] or None); see `api.ragged_paged_attention`.
 
-    query_lens [R] is query_start_loc's differences, or 0 for requests that are left out. Rows of those and rows of no
-    request are not written in `out`, and -inf in `lse`.
+    Args:
+        query_lens: [R] query_start_loc's differences, or 0 for requests that are left out. Rows of those and rows of no
+            request are not written in `out`, and -inf in `lse`.
+        decoded: the decode kernel's results for the requests that are left out. Those that it cut are merged here, which
+            spares a kernel, and the results are written into its own.
     """
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
@@ -76,6 +83,7 @@ def prefill_attention(
         tile=tile,
         max_items=max_items,
         block=config.block_tokens,
+        alignment=tiles.alignment(page_size, config.block_tokens),
         causal=causal,
         sliding_window=sliding_window,
     )
@@ -94,8 +102,9 @@ def prefill_attention(
         soft_cap=soft_cap,
         causal=causal,
         interpret=interpret,
+        decoded=None if decoded is None else decoded[1],
     )
-    inputs = {
+    inputs: dict[str, Any] = {
         "q": q_tnh,
         "k_pages": tiles.slabs(k_pages),
         "v_pages": tiles.slabs(v_pages),
@@ -110,12 +119,21 @@ def prefill_attention(
         inputs["sinks"] = sinks
     if kv_scales is not None:
         inputs["scales"] = jnp.stack(kv_scales)
-    outputs = {"out": jax.ShapeDtypeStruct(q_tnh.shape, q_dtype)}
+    outputs, written = {}, {}
+    if decoded is None:
+        outputs["out"] = jax.ShapeDtypeStruct(q_tnh.shape, q_dtype)
+    else:
+        results = decoded[0]
+        inputs = tiles.not_slices(inputs | results.inputs())
+        written["out"] = jax.new_ref(results.out)
+        if results.lse is not None:
+            written["token_lse"] = jax.new_ref(results.lse)
+        inputs |= written
     if return_lse:
         lse_shape = (max_items, head_tiles, config.consumers, ROWS)
         outputs["lse"] = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     scratch = _scratch(problem, head_size, q_dtype, page_dtype, return_lse)
-    out_tnh, *lse = plgpu.kernel(
+    made = plgpu.kernel(
         functools.partial(prefill_kernel, names=(*inputs, *outputs, *scratch), problem=problem),
         out_type=tuple(outputs.values()),
         grid=(problem.cores,),
@@ -127,11 +145,15 @@ def prefill_attention(
         kernel_name="paged_prefill",
         **({"interpret": interpret} if interpret else {}),
     )(*inputs.values())
+    made = dict(zip(outputs, made, strict=True))
+    made |= {name: jax.freeze(ref) for name, ref in written.items()}
     if not return_lse:
-        return out_tnh, None
-    return out_tnh, _lse_of_tokens(
-        lse[0], plan, query_lens, query_start_loc, seq_lens, problem, num_tokens
-    )
+        return made["out"], None
+    lse = _lse_of_tokens(
+        made["lse"], made.get("token_lse", -jnp.inf), plan, query_lens, query_start_loc, seq_lens, problem,
+        num_tokens,
+    )  # fmt: skip
+    return made["out"], lse
 
 
 def _scratch(
@@ -144,7 +166,7 @@ def _scratch(
     copies = block // tiles.tokens_per_copy(problem.page_size, head_size, itemsize)
     slots, arrivals = (1, 1) if problem.narrow else (stages, copies)
     scratch = {
-        "q_rows": plgpu.SMEM((consumers, ROWS, head_size), q_dtype),
+        "q_rows": row_major((consumers, ROWS, head_size), q_dtype),
         "k_ring": tiles.swizzled((slots, block, head_size), problem.dtype),
         "v_ring": tiles.swizzled((slots, block, head_size), problem.dtype),
         "q_full": plgpu.Barrier(num_arrivals=heads * consumers),
@@ -166,12 +188,14 @@ def _scratch(
     else:
         scratch["cleared"] = plgpu.Barrier()
     if return_lse:
-        scratch["lse_rows"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
+        # The last row is the producer's.
+        scratch["lse_rows"] = plgpu.SMEM((consumers + 1, ROWS), jnp.float32)
     return scratch
 
 
 def _lse_of_tokens(
     lse: jax.Array,
+    others: jax.Array | float,
     plan: PrefillPlan,
     query_lens: jax.Array,
     query_start_loc: jax.Array,
@@ -179,18 +203,18 @@ def _lse_of_tokens(
     problem: Problem,
     num_tokens: int,
 ) -> jax.Array:
-    """[T, N] from the tiles' rows [I, head tiles, consumers, 64]."""
+    """[T, N] from the tiles' rows [I, head tiles, consumers, 64]; `others` for requests that are left out."""
     share, tile = problem.share, problem.share * problem.config.consumers
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.sum(query_start_loc[1:][None, :] <= token[:, None], axis=1, dtype=jnp.int32)
-    in_use = row < query_lens.shape[0]
+    is_own = row < query_lens.shape[0]
     row = jnp.minimum(row, query_lens.shape[0] - 1)
-    in_use &= (query_lens[row] > 0) & (seq_lens[row] > 0)
+    is_own &= query_lens[row] > 0
     offset = token - query_start_loc[row]
     item = plan.rank.at[plan.begins[row] + offset // tile].get(mode="clip")[:, None]
     consumer = (offset % tile // share)[:, None]
     head = jnp.arange(problem.num_heads, dtype=jnp.int32)[None, :]
     tile_row = head % problem.heads * share + (offset % share)[:, None]
-    return jnp.where(
-        in_use[:, None], lse[item, head // problem.heads, consumer, tile_row], -jnp.inf
-    )
+    own = lse[item, head // problem.heads, consumer, tile_row]
+    own = jnp.where(seq_lens[row][:, None] > 0, own, -jnp.inf)
+    return jnp.where(is_own[:, None], own, others)

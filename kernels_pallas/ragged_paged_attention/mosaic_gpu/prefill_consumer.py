@@ -81,7 +81,7 @@ def attend(
         return lax.rem(used + i, jnp.int32(slots))
 
     def masked(scores, i):
-        start = (tile.first_block + i) * block
+        start = tile.begin + i * block
         # From memory: LLVM keeps what it can compute from the thread's index in registers, through all loops.
         columns = tiles.load_plain(refs.columns.at[pl.ds(0, block)], tiles.COLUMN_LAYOUT)
         columns = lax.broadcast_in_dim(columns, scores.shape, [1])
@@ -130,11 +130,11 @@ def attend(
 
     # Blocks that all tokens see whole: those in between need no mask.
     whole_until = own_position + 1 if problem.causal else tile.seq_len
-    edge = jnp.clip(lax.div(whole_until, jnp.int32(block)) - tile.first_block, 1, tile.num_blocks)
+    edge = jnp.clip(lax.div(whole_until - tile.begin, jnp.int32(block)), 1, tile.num_blocks)
     begin = jnp.int32(1)
     if window is not None:
         seen_by_all = jnp.maximum(own_position + share - window, 0)
-        whole_from = lax.div(seen_by_all + (block - 1), jnp.int32(block)) - tile.first_block
+        whole_from = lax.div(seen_by_all - tile.begin + (block - 1), jnp.int32(block))
         begin = jnp.clip(whole_from, 1, edge)
         carry = lax.fori_loop(1, begin, lambda i, c: step(i, c, True), carry)
     carry = lax.fori_loop(begin, edge, lambda i, c: step(i, c, False), carry)
@@ -143,16 +143,13 @@ def attend(
     acc, weights, peak, total = carry
     plgpu.barrier_wait(refs.v_full.at[slot(last)])
     if not problem.narrow:
-        start = (tile.first_block + last) * block
+        start = tile.begin + last * block
 
         @pl.when(start + block > tile.seq_len)
         def _():
             @pl.when(consumer == 0)
             def _():
-                used_from = None
-                if tiles.may_begin_in_last_page(window, problem.page_size):
-                    used_from = tile.seen_from - start
-                tiles.clear_unused(refs.v_ring.at[slot(last)], tile.seq_len - start, used_from)
+                tiles.clear_unused(refs.v_ring.at[slot(last)], tile.seq_len - start)
                 plgpu.barrier_arrive(refs.cleared)
 
             plgpu.barrier_wait(refs.cleared)

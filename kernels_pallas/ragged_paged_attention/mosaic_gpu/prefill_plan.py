@@ -64,6 +64,7 @@ def plan_prefill(
     tile: int,
     max_items: int,
     block: int,
+    alignment: int,
     causal: bool = True,
     sliding_window: int | None = None,
 ) -> PrefillPlan:
@@ -73,13 +74,14 @@ def plan_prefill(
         query_lens: [R] int32, 0 for requests that are left out.
         tile: tokens per item, at most.
         block: keys per block.
+        alignment: blocks begin at a multiple of it, a power of two, the first one as close before the window.
     """
     items, count, begins = cut_tiles(query_lens, query_start_loc, seq_lens, tile, max_items)
     row, _, tokens, position = items.T
     end = position + tokens if causal else seq_lens[row]
-    blocks = (end + block - 1) // block
     if sliding_window is not None:
-        blocks -= jnp.maximum(position - sliding_window + 1, 0) // block
+        end -= jnp.maximum(position - sliding_window + 1, 0) & -alignment
+    blocks = (end + block - 1) // block
     order = jnp.argsort(jnp.where(tokens > 0, -blocks, 1), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(max_items, dtype=order.dtype))
     return PrefillPlan(items[order], count, rank, begins)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import dequant, tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.merge import Merger
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.prefill_work import Problem, Tile, Turns
 
 
@@ -42,6 +43,8 @@ def produce(refs: SimpleNamespace, problem: Problem) -> None:
         return filled + tile.num_blocks
 
     filled = lax.fori_loop(0, turns.count, turn_step, jnp.int32(0))
+    pl.when(turns.count > 0)(lambda: plgpu.barrier_wait(refs.q_free))
+    merge_decoded(refs, problem)
 
     # Whoever waits on a barrier sees all its phases.
     @pl.loop(0, jnp.minimum(filled, stages))
@@ -49,14 +52,18 @@ def produce(refs: SimpleNamespace, problem: Problem) -> None:
         plgpu.barrier_wait(refs.k_free.at[slot])
         plgpu.barrier_wait(refs.v_free.at[slot])
 
-    pl.when(turns.count > 0)(lambda: plgpu.barrier_wait(refs.q_free))
-
 
 def produce_narrow(refs: SimpleNamespace, problem: Problem) -> None:
     """Of an 8-bit cache: blocks are on their way in a ring that only this warp group sees, and those that have come
     are widened into a tile for keys and one for values."""
     turns = Turns(refs, problem)
     pl.when(turns.count > 0)(lambda: _produce_narrow(refs, problem, turns))
+    merge_decoded(refs, problem)
+
+    @pl.when(turns.count > 0)
+    def _():
+        plgpu.barrier_wait(refs.k_free.at[0])
+        plgpu.barrier_wait(refs.v_free.at[0])
 
 
 def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> None:
@@ -93,11 +100,7 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
             dequant.widen(refs.k_narrow.at[slot], refs.k_ring.at[0], columns=columns)
             plgpu.barrier_arrive(refs.k_full.at[0])
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.v_free.at[0]))
-            start = (tile.first_block + i) * block
-            used_to = tile.seq_len - start
-            used_from = None
-            if tiles.may_begin_in_last_page(problem.sliding_window, problem.page_size):
-                used_from = tile.seen_from - start
+            used_to = tile.seq_len - (tile.begin + i * block)
             values = (refs.v_narrow.at[slot], refs.v_ring.at[0])
 
             @pl.when(used_to >= block)
@@ -106,7 +109,7 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
 
             @pl.when(used_to < block)
             def _():
-                dequant.widen(*values, used_to, used_from, columns=columns)
+                dequant.widen(*values, used_to, columns=columns)
 
             plgpu.barrier_arrive(refs.v_full.at[0])
             cursor = issue(n + stages, cursor)
@@ -128,8 +131,29 @@ def _produce_narrow(refs: SimpleNamespace, problem: Problem, turns: Turns) -> No
     cursor = (jnp.int32(0), jnp.int32(0), source_of(first, problem.page_size))
     cursor = lax.fori_loop(0, stages, issue, cursor)
     lax.fori_loop(0, turns.count, turn_step, (jnp.int32(0), cursor))
-    for barrier in (refs.k_free.at[0], refs.v_free.at[0], refs.q_free):
-        plgpu.barrier_wait(barrier)
+    plgpu.barrier_wait(refs.q_free)
+
+
+def merge_decoded(refs: SimpleNamespace, problem: Problem) -> None:
+    """Complete the requests that the decode kernel cut, while the consumers are at their last tile. They have given up
+    the queries' place, which the results leave through."""
+    if problem.decoded is None:
+        return
+    names = {"out": "out", "lse": "token_lse", "sinks": "sinks"}
+    names |= {name: name for name in ("rows", "walks", "parts", "part_lse")}
+    given = {name: getattr(refs, ref) for name, ref in names.items() if hasattr(refs, ref)}
+    lse_s = refs.lse_rows.at[problem.config.consumers] if hasattr(refs, "lse_rows") else None
+    merger = Merger(
+        SimpleNamespace(**given), problem.decoded, refs.q_rows.at[0], lse_s,
+        columns=16, registers=32, interpret=problem.interpret,
+    )  # fmt: skip
+    core, num_walks = lax.axis_index("core"), refs.walks.shape[0]
+
+    @pl.loop(0, lax.div(num_walks + (problem.cores - 1) - core, jnp.int32(problem.cores)))
+    def _(i):
+        merger.merge(core + i * problem.cores)
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def copy_queries(refs: SimpleNamespace, problem: Problem, tile: Tile) -> None:
@@ -151,9 +175,8 @@ class Source(NamedTuple):
 
     row: jax.Array
     kv_head: jax.Array
-    first_block: jax.Array
+    begin: jax.Array
     num_blocks: jax.Array
-    first_page: jax.Array
     last_page: jax.Array
 
 
@@ -161,9 +184,8 @@ def source_of(tile: Tile, page_size: int) -> Source:
     return Source(
         tile.row,
         tile.kv_head,
-        tile.first_block,
+        tile.begin,
         tile.num_blocks,
-        first_page=lax.div(tile.seen_from, jnp.int32(page_size)),
         last_page=lax.div(tile.end - 1, jnp.int32(page_size)),
     )
 
@@ -173,6 +195,6 @@ def copy_from(
 ) -> None:  # fmt: skip
     tiles.copy_block(
         pages, tile_ref, barrier, refs.tables, source.row, source.kv_head,
-        source.first_block + i, source.first_page, source.last_page,
+        source.begin + i * problem.config.block_tokens, source.last_page,
         problem.page_size, problem.num_kv_heads,
     )  # fmt: skip

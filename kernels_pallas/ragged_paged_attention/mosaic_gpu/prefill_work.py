@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import PrefillConfig
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.tiles import alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Problem:
     soft_cap: float | None
     causal: bool
     interpret: Any
+    decoded: DecodeShape | None
+    """Of the requests that the decode kernel cut, which are completed here."""
 
 
 class Tile(NamedTuple):
@@ -51,11 +55,10 @@ class Tile(NamedTuple):
     first_head: jax.Array
     kv_head: jax.Array
     seq_len: jax.Array
-    seen_from: jax.Array
-    """The first position that some token sees."""
     end: jax.Array
     """One past the last position that some token sees."""
-    first_block: jax.Array
+    begin: jax.Array
+    """Where the first block does, at or before the first position that some token sees."""
     num_blocks: jax.Array
 
 
@@ -82,13 +85,12 @@ class Turns:
         row, first_token, num_tokens, position = (refs.items[item, i] for i in range(4))
         seq_len = refs.lens[row]
         end = position + num_tokens if problem.causal else seq_len
-        seen_from = jnp.int32(0)
+        block, seen_from = problem.config.block_tokens, jnp.int32(0)
         if problem.sliding_window is not None:
             seen_from = jnp.maximum(position - problem.sliding_window + 1, 0)
-        block = jnp.int32(problem.config.block_tokens)
-        first_block = lax.div(seen_from, block)
+        begin = seen_from & -alignment(problem.page_size, block)
         tiles_per_kv_head = self._head_tiles // problem.num_kv_heads
-        num_blocks = lax.div(end + (block - 1), block) - first_block
+        num_blocks = lax.div(end - begin + (block - 1), jnp.int32(block))
         if not problem.causal:
             # Of an empty context, a block that nobody sees.
             num_blocks = jnp.maximum(num_blocks, 1)
@@ -102,8 +104,7 @@ class Turns:
             first_head=head_tile * problem.heads,
             kv_head=lax.div(head_tile, jnp.int32(tiles_per_kv_head)),
             seq_len=seq_len,
-            seen_from=seen_from,
             end=end,
-            first_block=first_block,
+            begin=begin,
             num_blocks=num_blocks,
         )

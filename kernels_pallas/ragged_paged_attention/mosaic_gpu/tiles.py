@@ -123,21 +123,23 @@ def slabs(pages: jax.Array) -> jax.Array:
 
 def copy_block(
     slabs_ref: Any, tile_ref: Any, barrier: Any, table_ref: Any, row: jax.Array, head: jax.Array,
-    block_index: jax.Array, first_page: jax.Array, last_page: jax.Array,
-    page_size: int, num_kv_heads: int,
+    first_token: jax.Array, last_page: jax.Array, page_size: int, num_kv_heads: int,
 ) -> None:  # fmt: skip
     """Start the copies of one block of tokens of a request and head, one arrival on `barrier` per `tokens_per_copy`.
 
-    Pages outside first_page..last_page are never read; the nearest page inside takes their place, so that each block
-    brings the same number of bytes. The slots that are filled this way must be masked.
+    Pages past the last one are never read; it takes their place, so that each block brings the same number of bytes. The
+    slots that are filled this way must be masked.
+
+    Args:
+        first_token: where the block begins in the context, at a multiple of `alignment`.
     """
     block, tokens = tile_ref.shape[0], slabs_ref.shape[1]
     slabs_per_page = page_size // tokens
     for i in range(block // tokens):
         # Page sizes are powers of two: shifts and masks take fewer registers than signed division.
-        slab = block_index * (block // tokens) + i
+        slab = lax.shift_right_logical(first_token, jnp.int32(tokens.bit_length() - 1)) + i
         page = lax.shift_right_logical(slab, jnp.int32(slabs_per_page.bit_length() - 1))
-        page = lax.clamp(first_page, page, last_page)
+        page = jnp.minimum(page, last_page)
         index = table_ref[row, page] * num_kv_heads + head
         if slabs_per_page > 1:
             index = index * slabs_per_page + (slab & (slabs_per_page - 1))
@@ -145,19 +147,16 @@ def copy_block(
         plgpu.copy_gmem_to_smem(slabs_ref.at[index], part, barrier)
 
 
-def may_begin_in_last_page(sliding_window: int | None, page_size: int) -> bool:
-    """Whether a window can be so short that its first page is the last one, which need not be full."""
-    return sliding_window is not None and sliding_window <= page_size
+def alignment(page_size: int, block_tokens: int) -> int:
+    """Blocks of a request begin at a multiple of this, the first one at the last multiple before the window.
+
+    It is in the window's first page, so that every slot of a block but those past the context has been written.
+    """
+    return min(page_size, block_tokens)
 
 
-def is_used(row: jax.Array, end: jax.Array, begin: jax.Array | None) -> jax.Array:
-    """Whether rows of a block hold values that count: those in [begin, end). Before a window stand copies of its first
-    page, which may be the last one too, with slots that hold nothing yet; None: there is no window."""
-    return row < end if begin is None else (row >= begin) & (row < end)
-
-
-def clear_unused(v_ref: Any, end: jax.Array, begin: jax.Array | None = None) -> None:
-    """Zero the rows of a block of values outside [begin, end): a weight of 0 times NaN would be NaN."""
+def clear_unused(v_ref: Any, end: jax.Array) -> None:
+    """Zero the rows of a block of values from `end` on: a weight of 0 times NaN would be NaN."""
     block, head_size = v_ref.shape
     columns = tile_columns(head_size)
     # Tile by tile, as a whole block in registers next to the accumulator would spill.
@@ -165,7 +164,7 @@ def clear_unused(v_ref: Any, end: jax.Array, begin: jax.Array | None = None) -> 
         part_ref = v_ref.at[:, pl.ds(start, columns)]
         part = plgpu.layout_cast(part_ref[...], LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, (block, columns), 0, layout=LAYOUT)
-        part_ref[...] = jnp.where(is_used(row, end, begin), part, jnp.zeros_like(part))
+        part_ref[...] = jnp.where(row < end, part, jnp.zeros_like(part))
     plgpu.commit_smem()
 
 
