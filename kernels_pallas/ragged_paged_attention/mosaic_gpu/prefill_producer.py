@@ -142,10 +142,12 @@ def merge_decoded(refs: SimpleNamespace, problem: Problem) -> None:
     names = {"out": "out", "lse": "token_lse", "sinks": "sinks"}
     names |= {name: name for name in ("rows", "walks", "parts", "part_lse")}
     given = {name: getattr(refs, ref) for name, ref in names.items() if hasattr(refs, ref)}
+    # Beside 8-bit pages more would spill.
+    columns, registers = (8, 8) if problem.narrow else (16, 32)
     lse_s = refs.lse_rows.at[problem.config.consumers] if hasattr(refs, "lse_rows") else None
     merger = Merger(
         SimpleNamespace(**given), problem.decoded, refs.q_rows.at[0], lse_s,
-        columns=16, registers=32, interpret=problem.interpret,
+        columns=columns, registers=registers, interpret=problem.interpret,
     )  # fmt: skip
     core, num_walks = lax.axis_index("core"), refs.walks.shape[0]
 
