@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxinfer.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxinfer.config import EngineArgs
     from jaxinfer.engine.errors import EngineDeadError
+    from jaxinfer.flat_logprobs import FlatLogprobs
     from jaxinfer.llm import LLM
     from jaxinfer.outputs import (
         CompletionOutput,
@@ -30,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineDeadError",
+    "FlatLogprobs",
     "Logprob",
     "RequestFailedError",
     "RequestMetrics",
@@ -44,6 +46,7 @@ _MODULES = {
     "AsyncLLM": "jaxinfer.async_llm",
     "EngineArgs": "jaxinfer.config",
     "EngineDeadError": "jaxinfer.engine.errors",
+    "FlatLogprobs": "jaxinfer.flat_logprobs",
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
     "StructuredOutputsParams": "jaxinfer.structured_outputs",

@@ -18,6 +18,7 @@ LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "proc
 sampled from, after masks, biases, penalties, temperature and filters."""
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_OVERTAKES = 64
 CASCADE_MIN_ROWS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -28,14 +29,15 @@ class CompletionOutput:
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop
     string or stop token id that ended it, None for the end-of-sequence token, or the error's text.
-    `cumulative_logprob` sums the whole completion's logprobs, when logprobs were asked for.
+    `cumulative_logprob` sums the whole completion's logprobs, when logprobs were asked for. `logprobs` is a list, or
+    with `flat_logprobs` a `FlatLogprobs`.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -89,7 +91,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
 
@@ -104,7 +106,7 @@ class RequestOutput:
             mine.text += new.text
             mine.token_ids = mine.token_ids + new.token_ids
             if new.logprobs:
-                mine.logprobs = (mine.logprobs or []) + new.logprobs
+                mine.logprobs = mine.logprobs + new.logprobs if mine.logprobs else new.logprobs  # type: ignore[operator]
             mine.cumulative_logprob = new.cumulative_logprob
             mine.finish_reason = new.finish_reason
             mine.stop_reason = new.stop_reason

@@ -53,6 +53,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         min_tokens: No stop token may be sampled, and no stop string ends the output, before this many tokens.
         logprobs: Report this many top logprobs per output token and the sampled one's; -1 is the whole vocabulary.
         prompt_logprobs: The same for the prompt's tokens.
+        logprob_token_ids: Report the logprobs of these tokens at each output position, instead of the top ones, and the
+            sampled one's. Their ranks are not known.
+        flat_logprobs: Report logprobs, of prompt and output, as `FlatLogprobs`: arrays instead of a dict per position.
         detokenize: Whether to produce text.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Accepted because vLLM has it; without effect, as fast tokenizers put none.
@@ -82,6 +85,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -114,6 +119,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._check_structured_outputs()
         for name in (
             "ignore_eos",
+            "flat_logprobs",
             "detokenize",
             "skip_special_tokens",
             "spaces_between_special_tokens",
@@ -180,6 +186,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty: nothing could be sampled.")
+        if self.logprob_token_ids is not None:
+            given = _token_ids("logprob_token_ids", self.logprob_token_ids)
+            self.logprob_token_ids = list(dict.fromkeys(given)) or None
         if self.bad_words is not None:
             self.bad_words = _strings("bad_words", self.bad_words)
             if not all(word.strip() for word in self.bad_words):

@@ -13,7 +13,8 @@ _BLOCK_BYTES = 64 << 20
 
 
 class TokenLogprobs(NamedTuple):
-    """Of N positions: column 0 the chosen token, then the K likeliest, best first; see `plan.LogprobArrays`.
+    """Of N positions: column 0 the chosen token, then the K likeliest, best first, or those that were given; see
+    `plan.LogprobArrays`.
 
     `ranks`: 1 + the number of tokens that are likelier than the chosen one, so the argmax has rank 1 also when it
     ties with others.
@@ -25,10 +26,16 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    logits: jax.Array, chosen: jax.Array, num_logprobs: int, *, normalized: bool = True
+    logits: jax.Array,
+    chosen: jax.Array,
+    num_logprobs: int,
+    *,
+    normalized: bool = True,
+    given: jax.Array | None = None,
 ) -> TokenLogprobs:
     """Logprobs of `chosen` [N] and of the `num_logprobs` likeliest tokens under `logits` [N, V] float32; the logits
-    themselves where they are not to be `normalized`."""
+    themselves where they are not to be `normalized`. Tokens `given` [N, at most num_logprobs] take the place of the
+    likeliest ones, where they aren't negative."""
     log_total = jnp.zeros((), logits.dtype)
     if normalized:
         peak = jnp.max(logits, axis=1, keepdims=True)
@@ -36,8 +43,14 @@ def token_logprobs(
     own = jnp.take_along_axis(logits, chosen[:, None], axis=1)
     ranks = 1 + jnp.sum(logits > own, axis=1, dtype=jnp.int32)
     values, ids = lax.top_k(logits, num_logprobs)
+    ids = ids.astype(jnp.int32)
+    if given is not None:
+        G = given.shape[1]
+        first = jnp.where(given >= 0, given, ids[:, :G])
+        ids = ids.at[:, :G].set(first)
+        values = values.at[:, :G].set(jnp.take_along_axis(logits, first, axis=1))
     return TokenLogprobs(
-        jnp.concatenate([chosen[:, None], ids.astype(jnp.int32)], axis=1),
+        jnp.concatenate([chosen[:, None], ids], axis=1),
         jnp.concatenate([own, values], axis=1) - log_total,
         ranks,
     )

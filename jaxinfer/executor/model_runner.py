@@ -99,6 +99,7 @@ class ModelRunner:
                 state.arrays if features.stateful else None,
                 self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows),
                 words,
+                self.sampling_rows.logprob_ids(plan.rows, features.num_logprobs, shape.num_rows),
             )
             self.last_tokens = out.last_tokens
             if features.stateful:

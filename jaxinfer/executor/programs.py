@@ -25,7 +25,12 @@ from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.sampler import sample
-from jaxinfer.executor.sampler_features import SamplerFeatures, all_features, logprobs_rungs
+from jaxinfer.executor.sampler_features import (
+    SamplerFeatures,
+    all_features,
+    logprob_ids_width,
+    logprobs_rungs,
+)
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import ACTIVE, NUM_COLUMNS, ROW
 from jaxinfer.models.batch import RaggedBatch
@@ -101,12 +106,19 @@ def sample_step(
     state: SamplerArrays | None,
     packed: jax.Array,
     mask_words: jax.Array | None,
+    logprob_ids: jax.Array | None,
 ) -> SampleResult:
     """Sample a token for each row of `hidden` [R, E] with the parameters in `packed` (see `SamplingRows.gather`);
     `last_tokens` and `state` are donated."""
     logits = decoder.logits(head, hidden)
     out, state = sample(
-        logits, packed, state, mask_words, features=features, logprobs_mode=logprobs_mode
+        logits,
+        packed,
+        state,
+        mask_words,
+        logprob_ids,
+        features=features,
+        logprobs_mode=logprobs_mode,
     )
     padding = last_tokens.shape[0] - 1
     targets = jnp.where(packed[:, ACTIVE] != 0, packed[:, ROW], padding)
@@ -183,6 +195,10 @@ class Programs:
         spec = self.decoder.spec
         words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
         state = self.sampler_state.abstract() if features.stateful else None
+        logprob_ids = None
+        if features.num_logprobs is not None:
+            width = logprob_ids_width(features.num_logprobs)
+            logprob_ids = self._array((num_rows, width), np.int32)
         return jax.jit(
             partial(sample_step, self.decoder, features, self.logprobs_mode),
             donate_argnums=(2, 3) if state else 2,
@@ -193,6 +209,7 @@ class Programs:
             state,
             self._array((num_rows, NUM_COLUMNS), np.int32),
             words if features.masked else None,
+            logprob_ids,
         )
 
     def lower_score_prompt(self, num_tokens: int, num_logprobs: int) -> jax.stages.Lowered:

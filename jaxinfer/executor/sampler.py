@@ -41,6 +41,7 @@ def sample(
     packed: jax.Array,
     state: SamplerArrays | None,
     mask_words: jax.Array | None,
+    logprob_ids: jax.Array | None = None,
     *,
     features: SamplerFeatures,
     logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -52,6 +53,7 @@ def sample(
         packed: [R, NUM_COLUMNS] int32 from `SamplingRows.gather`.
         state: needed when `features.level` is FULL, else None; the updated one is returned.
         mask_words: [R, ceil(V / 32)] uint32 when `features.masked`, else None.
+        logprob_ids: from `SamplingRows.logprob_ids`, when `features.num_logprobs` is not None.
     """
     V = logits.shape[1]
     full = features.level is SamplerLevel.FULL
@@ -89,7 +91,9 @@ def sample(
         if logprobs_mode.startswith("processed"):
             logits = _processed(x, maxima, packed)[:, :V]
         normalized = logprobs_mode.endswith("logprobs")
-        scored = token_logprobs(logits, token_ids, features.num_logprobs, normalized=normalized)
+        scored = token_logprobs(
+            logits, token_ids, features.num_logprobs, normalized=normalized, given=logprob_ids
+        )
     return SampleOutput(token_ids, ~jnp.isfinite(jnp.max(maxima, axis=1)), scored), state
 
 

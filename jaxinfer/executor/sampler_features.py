@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from jaxinfer.config import MAX_LOGPROB_TOKEN_IDS
+
 _COMMON_LOGPROBS = 20
 
 
@@ -41,6 +43,11 @@ def logprobs_rungs(max_logprobs: int, vocab_size: int) -> tuple[int, ...]:
     what it asked for and the host cuts the rest away."""
     most = min(max_logprobs, vocab_size) if max_logprobs >= 0 else vocab_size
     return (most,) if most <= _COMMON_LOGPROBS else (_COMMON_LOGPROBS, most)
+
+
+def logprob_ids_width(num_logprobs: int) -> int:
+    """How many tokens a program that returns `num_logprobs` lets a row name instead of its likeliest ones."""
+    return min(num_logprobs, MAX_LOGPROB_TOKEN_IDS)
 
 
 def all_features(max_logprobs: int, vocab_size: int) -> list[SamplerFeatures]:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxinfer.config import MAX_LOGIT_BIAS
+from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 from jaxinfer.engine.plan import TokenMask
 from jaxinfer.executor.sampler_features import (
     SamplerFeatures,
     SamplerLevel,
+    logprob_ids_width,
     logprobs_rungs,
 )
 from jaxinfer.sampling_params import SamplingParams
@@ -46,6 +47,8 @@ class SamplingRows:
         self.num_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int32)
         self._logprobs_rungs = np.array(logprobs_rungs(max_logprobs, vocab_size))
+        width = min(int(self._logprobs_rungs[-1]), MAX_LOGPROB_TOKEN_IDS)
+        self._logprob_ids = np.full((max_num_seqs + 1, width), -1, np.int32)
         self._levels = np.zeros(max_num_seqs, np.uint8)
         self._has_bias = np.zeros(max_num_seqs, bool)
         # The last line is what padding rows get: neutral, and out of the state's range.
@@ -93,6 +96,9 @@ class SamplingRows:
             self._levels[row] = SamplerLevel.GREEDY if params.greedy else SamplerLevel.RANDOM
         self.num_logprobs[row] = self._asked(params.logprobs)
         self.num_prompt_logprobs[row] = self._asked(params.prompt_logprobs)
+        self._logprob_ids[row] = -1
+        if params.logprob_token_ids is not None:
+            self._logprob_ids[row, : len(params.logprob_token_ids)] = params.logprob_token_ids
 
     def gather(
         self, rows: np.ndarray, positions: np.ndarray, samples: np.ndarray, num_rows: int
@@ -126,6 +132,17 @@ class SamplingRows:
         if level is SamplerLevel.FULL or num_logprobs is not None:
             return SamplerFeatures(SamplerLevel.FULL, True, num_logprobs)
         return SamplerFeatures(level, masked)
+
+    def logprob_ids(
+        self, rows: np.ndarray, num_logprobs: int | None, num_rows: int
+    ) -> np.ndarray | None:
+        """For a program that returns `num_logprobs`: the tokens whose logprobs `rows` asked for, -1 for the likeliest,
+        [num_rows, `logprob_ids_width(num_logprobs)`]. None for a program that returns none."""
+        if num_logprobs is None:
+            return None
+        padded = np.full(num_rows, self.max_num_seqs)
+        padded[: len(rows)] = rows
+        return self._logprob_ids[padded, : logprob_ids_width(num_logprobs)]
 
     def logprobs_rung(self, num_logprobs: int) -> int | None:
         """The static number of top logprobs of the program that serves a request for `num_logprobs`."""

@@ -11,7 +11,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 
-from jaxinfer.config import MAX_LOGIT_BIAS, ModelConfig
+from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, ModelConfig
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.frontend.parallel_sampling import expand
 from jaxinfer.sampling_params import SamplingParams
@@ -167,6 +167,8 @@ class Processor:
         complete.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         complete.min_tokens = min(params.min_tokens, room)
         complete.logprobs = self._num_logprobs("logprobs", params.logprobs)
+        if params.logprob_token_ids is not None:
+            complete.logprobs = self._num_given_logprobs(params.logprob_token_ids)
         complete.prompt_logprobs = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
         if params.bad_words:
             complete.bad_words_token_ids = self._bad_words(params.bad_words)
@@ -187,10 +189,20 @@ class Processor:
             )
         return wanted
 
+    def _num_given_logprobs(self, token_ids: list[int]) -> int:
+        limit = min(self._config.max_logprobs, MAX_LOGPROB_TOKEN_IDS)
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"logprob_token_ids may hold at most {limit} tokens (max_logprobs is {self._config.max_logprobs}), "
+                f"got {len(token_ids)}."
+            )
+        return len(token_ids)
+
     def _check_token_rules(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_ids("logprob_token_ids", params.logprob_token_ids)
         for ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", ids)
         if params.logit_bias and len(params.logit_bias) > MAX_LOGIT_BIAS:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 from jaxinfer.engine.messages import TokenLogprobs
 from jaxinfer.frontend.detokenizer import Detokenizer
-from jaxinfer.frontend.logprobs import position_logprobs
+from jaxinfer.frontend.logprobs import LogprobHistory, logprob_history
 from jaxinfer.frontend.processor import PreparedRequest
-from jaxinfer.frontend.token_text import TextStream, TokenText
+from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.outputs import (
     CompletionOutput,
-    PositionLogprobs,
     RequestMetrics,
     RequestOutput,
 )
@@ -23,8 +22,8 @@ Sink = Callable[[RequestOutput], None]
 class CompletionState:
     """One completion. `is_quiet`: its tokens only need to be collected until it ends."""
 
-    __slots__ = ("_cumulative_logprob", "_detokenizer", "_is_incremental", "_logprob_stream")
-    __slots__ += ("_logprobs", "_num_sent", "_stream_index", "_text", "core_id", "finish_reason")
+    __slots__ = ("_cumulative_logprob", "_detokenizer", "_is_incremental", "_logprobs")
+    __slots__ += ("_num_sent", "_stream_index", "_text", "core_id", "finish_reason")
     __slots__ += ("index", "is_quiet", "request", "stop_reason", "token_ids")
 
     def __init__(
@@ -40,16 +39,18 @@ class CompletionState:
         self._detokenizer: Detokenizer | None = None
         self._text = ""
         self._num_sent = 0
-        self._logprobs: list[PositionLogprobs] | None = None
-        self._logprob_stream: TextStream | None = None
+        self._logprobs: LogprobHistory | None = None
         self._cumulative_logprob = 0.0
         if params.detokenize:
             stream = token_text.stream(request.prompt_token_ids, params.skip_special_tokens)
             self._detokenizer = Detokenizer(stream, params)
         if params.logprobs is not None:
-            self._logprobs = []
-            if params.detokenize:
-                self._logprob_stream = token_text.stream(request.prompt_token_ids, False)
+            self._logprobs = logprob_history(
+                token_text if params.detokenize else None,
+                request.prompt_token_ids,
+                flat=params.flat_logprobs,
+                ranked=params.logprob_token_ids is None,
+            )
         is_final_only = request.kind is RequestOutputKind.FINAL_ONLY
         self._is_incremental = bool(params.stop_strings) or not is_final_only
         self.is_quiet = False
@@ -71,8 +72,8 @@ class CompletionState:
                 self.request.num_unfinished -= 1
         self.token_ids += token_ids[:used]
         if self._logprobs is not None and logprobs is not None:
+            self._logprobs.add(logprobs[:used])
             for scored in logprobs[:used]:
-                self._logprobs.append(position_logprobs(scored, self._logprob_stream))
                 self._cumulative_logprob += scored.logprobs[0]
         is_final_only = self.request.kind is RequestOutputKind.FINAL_ONLY
         self.is_quiet = is_final_only and not self._is_incremental and self._logprobs is None
@@ -106,7 +107,7 @@ class CompletionState:
             text=text,
             token_ids=self.token_ids[start:],
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=self._logprobs[start:] if self._logprobs is not None else None,
+            logprobs=self._logprobs.since(start) if self._logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -115,8 +116,8 @@ class CompletionState:
 class RequestState:
     """A request with its completions. `request_id` is the caller's; the core knows only the completions' ids."""
 
-    __slots__ = ("_prompt_logprob_stream", "_prompt_logprobs", "changed", "completions", "kind")
-    __slots__ += ("metrics", "num_cached_tokens", "num_unfinished", "params", "prompt")
+    __slots__ = ("_prompt_logprobs", "changed", "completions", "kind", "metrics")
+    __slots__ += ("num_cached_tokens", "num_unfinished", "params", "prompt")
     __slots__ += ("prompt_token_ids", "request_id", "sink")
 
     def __init__(
@@ -142,18 +143,18 @@ class RequestState:
         self.num_unfinished = len(self.completions)
         self.changed: list[CompletionState] = []
         """Completions with news since the last output."""
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
-        self._prompt_logprob_stream: TextStream | None = None
+        self._prompt_logprobs: LogprobHistory | None = None
         if self.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
-            if self.params.detokenize:
-                stream = token_text.stream(self.prompt_token_ids[:1], False)
-                self._prompt_logprob_stream = stream
+            self._prompt_logprobs = logprob_history(
+                token_text if self.params.detokenize else None,
+                self.prompt_token_ids[:1],
+                flat=self.params.flat_logprobs,
+                is_prompt=True,
+            )
 
     def add_prompt_logprobs(self, positions: Sequence[TokenLogprobs]) -> None:
         if self._prompt_logprobs is not None:
-            stream = self._prompt_logprob_stream
-            self._prompt_logprobs += [position_logprobs(p, stream) for p in positions]
+            self._prompt_logprobs.add(positions)
 
     def emit(self, now: float) -> None:
         """Give the sink what is due: nothing yet for a FINAL_ONLY request that still runs."""
@@ -178,7 +179,7 @@ class RequestState:
                 prompt_token_ids=self.prompt_token_ids,
                 outputs=[c.output(is_delta) for c in (changed if is_delta else self.completions)],
                 finished=finished,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prompt_logprobs and prompt_logprobs.since(0),
                 metrics=metrics,
                 num_cached_tokens=self.num_cached_tokens,
             )

@@ -51,7 +51,7 @@ class _Call:
         self._id = id
         self._created = now()
         self._logprobs = LogprobFormatter(
-            serving.llm.token_text, request.return_tokens_as_token_ids
+            serving.llm.token_text, request.return_tokens_as_token_ids, request.logprob_token_ids
         )
         last = request.messages[-1]
         self._goes_on = not request.add_generation_prompt and isinstance(last.get("role"), str)
@@ -65,7 +65,7 @@ class _Call:
         params = serving.sampling_params(
             request,
             max_tokens=limit,
-            logprobs=request.num_logprobs,
+            logprobs=None if request.logprob_token_ids else request.num_logprobs,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         )
         variables: dict[str, Any] = {}
@@ -156,7 +156,10 @@ class _Call:
                 for completion in output.outputs
                 if completion.text
                 or completion.finish_reason
-                or ((request.logprobs or request.return_token_ids) and completion.token_ids)
+                or (
+                    (request.num_logprobs is not None or request.return_token_ids)
+                    and completion.token_ids
+                )
             ]
             if choices:
                 chunk = head | {"choices": choices}

@@ -55,7 +55,7 @@ class _Call:
         self._n = request.n or 1
         self._created = now()
         self._logprobs = LogprobFormatter(
-            serving.llm.token_text, request.return_tokens_as_token_ids
+            serving.llm.token_text, request.return_tokens_as_token_ids, request.logprob_token_ids
         )
         self._scores_only = request.max_tokens == 0
 
@@ -121,7 +121,7 @@ class _Call:
         if request.echo:
             text = self._prompt_text(output) + text
             token_ids = output.prompt_token_ids + token_ids
-            if request.logprobs is not None:
+            if request.num_logprobs is not None:
                 positions = [*self._prompt_positions(output), *positions]
         choice: dict[str, Any] = {
             "index": prompt_index * self._n + completion.index,
@@ -130,8 +130,10 @@ class _Call:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if request.logprobs is not None:
-            choice["logprobs"] = self._logprobs.completion(positions, token_ids, request.logprobs)
+        if request.num_logprobs is not None:
+            choice["logprobs"] = self._logprobs.completion(
+                positions, token_ids, request.num_logprobs
+            )
         if request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
         if request.return_token_ids:
@@ -192,9 +194,9 @@ class _Call:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if request.logprobs is not None and completion.logprobs:
+        if request.num_logprobs is not None and completion.logprobs:
             choice["logprobs"] = self._logprobs.completion(
-                completion.logprobs, completion.token_ids, request.logprobs, offset
+                completion.logprobs, completion.token_ids, request.num_logprobs, offset
             )
         if request.return_token_ids:
             choice["token_ids"] = completion.token_ids

@@ -15,10 +15,12 @@ _LOWEST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormatter:
-    """`as_ids`: tokens are named "token_id:N", which is never ambiguous."""
+    """`as_ids`: tokens are named "token_id:N", which is never ambiguous. `only`: the tokens to report, where the client
+    has said so, instead of the best."""
 
     token_text: TokenText
     as_ids: bool = False
+    only: Sequence[int] | None = None
 
     def completion(
         self,
@@ -54,7 +56,8 @@ class LogprobFormatter:
                 self._entry(token_id, position[token_id])
                 | {
                     "top_logprobs": [
-                        self._entry(other, logprob) for other, logprob in _best(position, num_top)
+                        self._entry(other, logprob)
+                        for other, logprob in self._best(position, num_top)
                     ]
                 }
                 for position, token_id in zip(positions, token_ids, strict=True)
@@ -82,9 +85,16 @@ class LogprobFormatter:
         self, position: PositionLogprobs, token_id: int, num_top: int
     ) -> dict[str, float]:
         """The sampled token is among them, be it likely or not."""
-        top = {self._name(other, lp): _number(lp) for other, lp in _best(position, num_top)}
+        top = {self._name(other, lp): _number(lp) for other, lp in self._best(position, num_top)}
         chosen = position[token_id]
         return {self._name(token_id, chosen): _number(chosen)} | top
+
+    def _best(self, position: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+        if self.only:
+            # An echoed prompt's positions needn't hold them.
+            return list({i: position[i] for i in self.only if i in position}.items())
+        ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
+        return ranked[:num_top]
 
     def _entry(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {
@@ -102,11 +112,6 @@ class LogprobFormatter:
         if logprob is None:
             return self.token_text.token_bytes(token_id).decode("utf-8", "replace")
         return logprob.decoded_token or ""
-
-
-def _best(position: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
-    return ranked[:num_top]
 
 
 def _number(logprob: Logprob) -> float:

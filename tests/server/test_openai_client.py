@@ -75,6 +75,21 @@ def test_completion_streamed_and_whole(client: openai.OpenAI):
     assert chunks[-1].usage == whole.usage
 
 
+def test_logprobs_of_given_tokens(client: openai.OpenAI):
+    given = {"logprob_token_ids": [260, 7042], "return_tokens_as_token_ids": True}
+    fields = dict(prompt="The capital of France is", max_tokens=3, **GREEDY, extra_body=given)
+    logprobs = client.completions.create(**fields).choices[0].logprobs
+    for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
+        assert set(top) == {token, "token_id:260", "token_id:7042"}
+    messages = dict(messages=QUESTION, max_tokens=3, **GREEDY, extra_body=given)
+    for entry in client.chat.completions.create(**messages).choices[0].logprobs.content:
+        assert [top.token for top in entry.top_logprobs] == ["token_id:260", "token_id:7042"]
+    streamed = client.completions.create(**fields, stream=True)
+    assert [
+        t for c in streamed if c.choices for t in c.choices[0].logprobs.tokens
+    ] == logprobs.tokens
+
+
 def test_several_prompts_and_seeded_samples(client: openai.OpenAI):
     fields = dict(model=MODEL, prompt=["Once upon a time", "def f(x):"], n=2, max_tokens=6, seed=5)
     first, second = (client.completions.create(**fields) for _ in range(2))

@@ -74,6 +74,8 @@ class ChatCompletionRequest(ChatTemplateFields, GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
+        if self.logprob_token_ids:
+            return len(self.logprob_token_ids)
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -46,7 +46,6 @@ class GenerationRequest(StructuredFields):
         "use_beam_search": "Beam search is not supported.",
         "length_penalty": "length_penalty belongs to beam search, which is not supported.",
         "best_of": "best_of is not supported; use n.",
-        "logprob_token_ids": "logprob_token_ids is not supported yet.",
         "prompt_embeds": "Prompts as embeddings are not supported.",
         "watermarking": "Watermarks are not supported.",
         "thinking_token_budget": "thinking_token_budget is not supported yet.",
@@ -97,6 +96,7 @@ class GenerationRequest(StructuredFields):
     allowed_token_ids: list[Int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: list[Int] | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     priority: Int = 0
@@ -158,6 +158,7 @@ class GenerationRequest(StructuredFields):
             "ignore_eos",
             "min_tokens",
             "prompt_logprobs",
+            "logprob_token_ids",
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "include_stop_str_in_output",

@@ -43,6 +43,10 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
+    def num_logprobs(self) -> int | None:
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    @property
     def prompts(self) -> list[Any]:
         """Each a string or a list of token ids."""
         prompt = self.prompt
