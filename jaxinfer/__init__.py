@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.errors import EngineDeadError
     from jaxinfer.flat_logprobs import FlatLogprobs
     from jaxinfer.llm import LLM
+    from jaxinfer.logits_processors import LogitsProcessor, RowState
     from jaxinfer.outputs import (
         CompletionOutput,
         Logprob,
@@ -32,11 +33,13 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "FlatLogprobs",
+    "LogitsProcessor",
     "Logprob",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "RowState",
     "SamplingParams",
     "StructuredOutputsParams",
 ]
@@ -47,6 +50,8 @@ _MODULES = {
     "EngineArgs": "jaxinfer.config",
     "EngineDeadError": "jaxinfer.engine.errors",
     "FlatLogprobs": "jaxinfer.flat_logprobs",
+    "LogitsProcessor": "jaxinfer.logits_processors",
+    "RowState": "jaxinfer.logits_processors",
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
     "StructuredOutputsParams": "jaxinfer.structured_outputs",

@@ -27,6 +27,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "served_model_name": "name under which the model answers",
         "seed": "seed of requests that bring none",
         "max_logprobs": "most logprobs that a request may ask for",
+        "logits_processors": "functions that requests may have applied to their logits",
         "logprobs_mode": "report log probabilities or logits, as the model gives them or after processing",
     },
     "memory": {
@@ -89,7 +90,9 @@ def add_engine_args(
     for title, group in [*_GROUPS.items(), ("other engine options", others)]:
         section = parser.add_argument_group(title)
         for name, text in group.items():
-            if name in names:
+            if name == "logits_processors":
+                _add_processors(section, text)
+            elif name in names:
                 default = defaults.get(name, _engine_default(name))
                 _add_flag(section, name, hints[name], text, default)
 
@@ -159,6 +162,41 @@ def _add_flag(
         text = f"{text} (default: {default})"
     options["help"] = text.replace("%", "%%")
     section.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _add_processors(section: Any, text: str) -> None:
+    section.add_argument(
+        "--logits-processors",
+        nargs="+",
+        type=_processor,
+        action=_StoreByName,
+        default=argparse.SUPPRESS,
+        metavar="[NAME=]MODULE:FUNCTION",
+        help=text,
+    )
+
+
+class _StoreByName(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        by_name = dict(values)
+        if len(by_name) < len(values):
+            raise argparse.ArgumentError(self, "two of them have the same name")
+        setattr(namespace, self.dest, by_name)
+
+
+def _processor(text: str) -> tuple[str, str]:
+    """Its name, that of the function where none is given, and where it is found."""
+    name, equals, path = text.rpartition("=")
+    module, colon, function = path.partition(":")
+    if not (module and colon and function) or (equals and not name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form [NAME=]MODULE:FUNCTION")
+    return name or function, path
 
 
 def _kind(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:

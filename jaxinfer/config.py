@@ -6,8 +6,11 @@ two needs the model's own limits, which the caller reads from the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
+
+from jaxinfer.logits_processors import LogitsProcessor, check_declared
 
 Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -39,6 +42,8 @@ class ModelConfig:
     served_model_name: str | None = None
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """The names of custom processors, and of their parameters with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,7 @@ class EngineArgs:
     generation_config: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: dict[str, Any] = field(default_factory=dict)
     block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
@@ -206,6 +212,7 @@ class EngineArgs:
         at_least("cascade_min_tokens", 1)
         for name in ("long_prefill_token_threshold", "max_cache_overtakes", "max_logprobs", "seed"):
             at_least(name, 0)
+        check_declared(self.logits_processors)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}."
@@ -222,8 +229,14 @@ class EngineArgs:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
 
-    def create_engine_config(self, limits: ModelLimits, device: Device) -> EngineConfig:
-        """Fill in every default from the model's limits and the device.
+    def create_engine_config(
+        self,
+        limits: ModelLimits,
+        device: Device,
+        processors: Mapping[str, LogitsProcessor] | None = None,
+    ) -> EngineConfig:
+        """Fill in every default from the model's limits and the device. `processors` are the `logits_processors`,
+        resolved.
 
         Raises `ValueError` when `max_model_len` exceeds what the model was trained for, or the step's token budget
         can't hold one token of each sequence.
@@ -253,6 +266,10 @@ class EngineArgs:
                 served_model_name=self.served_model_name,
                 max_logprobs=self.max_logprobs,
                 logprobs_mode=self.logprobs_mode,
+                logits_processors={
+                    name: dict(processor.parameters)  # type: ignore[arg-type]
+                    for name, processor in (processors or {}).items()
+                },
             ),
             load=LoadConfig(self.load_format, self.download_dir, self.revision),
             cache=CacheConfig(

@@ -14,6 +14,7 @@ from jaxinfer.config import Device, EngineArgs, EngineConfig
 from jaxinfer.frontend.processor import Processor, eos_token_ids
 from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
+from jaxinfer.logits_processors import resolve_processors
 from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ def _build_core(
 
     model = describe_model(reader.config() | args.hf_overrides, args.max_model_len)
     device: Device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = args.create_engine_config(model, device)
-    executor = build_executor(config, model, reader)
+    processors = resolve_processors(args.logits_processors)
+    config = args.create_engine_config(model, device, processors)
+    executor = build_executor(config, model, reader, processors)
     try:
         return config, EngineCore(config, executor, _grammars(args, config, reader, get_tokenizer))
     except BaseException:

@@ -16,6 +16,7 @@ from jaxinfer.engine_factory import (
     load_tokenizer,
     model_files,
 )
+from jaxinfer.logits_processors import check_importable
 from jaxinfer.weights.resolve import open_checkpoint
 
 
@@ -44,6 +45,7 @@ def start_remote_engine(args: EngineArgs, command: Sequence[str]) -> RemoteEngin
 
     Raises as `build_engine`, and `EngineDeadError` when the process ends in any other way.
     """
+    check_importable(args.logits_processors)
     files = model_files(args)
     process = CoreProcess(command, args)
     try:

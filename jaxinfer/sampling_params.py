@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.logits_processors import EXTRA_ARG
 from jaxinfer.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         logit_bias: Added to the logits of these token ids, clamped to [-100, 100].
         allowed_token_ids: Only these may be sampled.
         bad_words: Words whose token sequences are never completed.
+        extra_args: `{"logits_processors": {name: {parameter: number}}}`: custom processors of the engine that change
+            this request's logits.
         structured_outputs: What the output has to look like: a JSON schema, a regular expression …
         skip_reading_prefix_cache: Compute the whole prompt, whatever of it is cached. Default (None): only where
             `prompt_logprobs` makes that necessary.
@@ -99,6 +102,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     """Set by the frontend from `bad_words`: every way each word is tokenized."""
     skip_reading_prefix_cache: bool | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.n = check_integer("n", self.n, 1, MAX_N)
@@ -117,6 +121,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._check_stops()
         self._check_token_rules()
         self._check_structured_outputs()
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}.")
         for name in (
             "ignore_eos",
             "flat_logprobs",
@@ -213,6 +219,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY_BELOW
+
+    @property
+    def logits_processors(self) -> dict[str, dict[str, float]]:
+        """By name, the custom processors that `extra_args` ask for, with their parameters."""
+        return (self.extra_args or {}).get(EXTRA_ARG) or {}
 
     @property
     def stop_strings(self) -> list[str]:

@@ -56,6 +56,7 @@ def test_flags_reach_the_engine_args():
         *("m", "--max-model-len", "2k", "--kv-cache-memory-bytes", "1.5G", "--no-async-scheduling"),
         *("--hf-overrides", '{"rope_theta": 5}', "--gpu-memory-utilization", "0.5", "--seed", "3"),
         *("--scheduling-policy", "priority"),
+        *("--logits-processors", "mine:boost", "b=mine:ban"),
     )
     assert cli_args.engine_args(parsed) == EngineArgs(
         model="m",
@@ -66,6 +67,7 @@ def test_flags_reach_the_engine_args():
         gpu_memory_utilization=0.5,
         seed=3,
         scheduling_policy="priority",
+        logits_processors={"boost": "mine:boost", "b": "mine:ban"},
     )
     assert cli_args.engine_args(parse("m")) == EngineArgs(model="m")
 
@@ -97,6 +99,8 @@ def test_flags_reach_the_sampling_params():
         ["--hf-overrides", "{"],
         ["--warmup", "maybe"],
         ["--unknown", "1"],
+        ["--logits-processors", "boost"],
+        ["--logits-processors", "a:b", "c:b"],
         ["--max-model", "5"],
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +17,13 @@ from jaxinfer.engine.plan import SLEEP_TAGS, StepHandle, StepPlan, TokenMask
 from jaxinfer.executor import kv_cache
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import InputBatch
+from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.model_runner import ModelRunner
 from jaxinfer.executor.program_cache import CompileGuard, ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import SamplingRows
+from jaxinfer.logits_processors import LogitsProcessor
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import make_mesh, replicated
@@ -41,7 +43,14 @@ class MeshExecutor:
     `num_compilations` counts what was compiled since start-up ended: after a full warm-up it stays 0.
     """
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, load: LoadLeaves):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: DecoderSpec,
+        load: LoadLeaves,
+        processors: Mapping[str, LogitsProcessor] | None = None,
+    ) -> None:
+        compiled_in = LogitsProcessors(processors, spec.vocab_size) if processors else None
         use_persistent_cache(config.compilation.cache_dir)
         self._guard = CompileGuard()
         self._cache = ProgramCache(num_threads=2)
@@ -76,6 +85,7 @@ class MeshExecutor:
             block_size=config.cache.block_size,
             max_logprobs=config.model.max_logprobs,
             logprobs_mode=config.model.logprobs_mode,
+            processors=compiled_in,
         )
         num_blocks = _size_cache(config, programs, leaves, memory)
         programs = replace(programs, num_blocks=num_blocks)
@@ -213,6 +223,7 @@ def _create_runner(
             programs.decoder.spec.vocab_size,
             seed=config.model.seed,
             max_logprobs=config.model.max_logprobs,
+            processors=programs.processors,
         ),
     )
 

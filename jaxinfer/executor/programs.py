@@ -21,6 +21,7 @@ from jaxinfer.config import LogprobsMode
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
+from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.program_cache import ProgramCache
@@ -100,6 +101,7 @@ def sample_step(
     decoder: FunctionalDecoder,
     features: SamplerFeatures,
     logprobs_mode: LogprobsMode,
+    processors: LogitsProcessors | None,
     head: jax.Array,
     hidden: jax.Array,
     last_tokens: jax.Array,
@@ -119,6 +121,7 @@ def sample_step(
         logprob_ids,
         features=features,
         logprobs_mode=logprobs_mode,
+        processors=processors,
     )
     padding = last_tokens.shape[0] - 1
     targets = jnp.where(packed[:, ACTIVE] != 0, packed[:, ROW], padding)
@@ -163,6 +166,7 @@ class Programs:
     block_size: int
     max_logprobs: int
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    processors: LogitsProcessors | None = None
 
     def forward(self, shape: StepShape) -> jax.stages.Compiled:
         return self.cache.get(("forward", shape), self._compile(self.lower_forward, shape))
@@ -195,19 +199,20 @@ class Programs:
         spec = self.decoder.spec
         words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
         state = self.sampler_state.abstract() if features.stateful else None
+        num_columns = NUM_COLUMNS if self.processors is None else self.processors.num_columns
         logprob_ids = None
         if features.num_logprobs is not None:
             width = logprob_ids_width(features.num_logprobs)
             logprob_ids = self._array((num_rows, width), np.int32)
         return jax.jit(
-            partial(sample_step, self.decoder, features, self.logprobs_mode),
+            partial(sample_step, self.decoder, features, self.logprobs_mode, self.processors),
             donate_argnums=(2, 3) if state else 2,
         ).lower(
             self._head,
             self._array((num_rows, spec.embed_dim), self.decoder.dtype),
             self._array((self.num_rows + 1,), np.int32),
             state,
-            self._array((num_rows, NUM_COLUMNS), np.int32),
+            self._array((num_rows, num_columns), np.int32),
             words if features.masked else None,
             logprob_ids,
         )
@@ -236,7 +241,9 @@ class Programs:
             yield ("forward", shape), self._compile(self.lower_forward, shape)
         vocab_size = self.decoder.spec.vocab_size
         for num_rows in sorted({shape.num_rows for shape in shapes}):
-            for features in all_features(self.max_logprobs, vocab_size):
+            for features in all_features(
+                self.max_logprobs, vocab_size, processors=self.processors is not None
+            ):
                 job = self._compile(self.lower_sample, num_rows, features)
                 yield ("sample", num_rows, features), job
         for num_tokens in sorted({shape.num_tokens for shape in shapes}):

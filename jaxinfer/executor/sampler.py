@@ -1,7 +1,7 @@
 """From logits to tokens on the device, in the order that vLLM documents.
 
 Logprobs come from the raw logits unless the engine is told otherwise (`LogprobsMode`). Then: token mask (allowed ids, bad words, min_tokens and
-grammars arrive as one), logit_bias, penalties; greedy rows take the argmax of that. For the others:
+grammars arrive as one), logit_bias, penalties, custom processors; greedy rows take the argmax of that. For the others:
 temperature, min-p, top-k, top-p, draw.
 """
 
@@ -16,6 +16,7 @@ from jax import lax
 from jaxinfer.config import LogprobsMode
 from jaxinfer.executor import sampling_rows as columns
 from jaxinfer.executor.categorical import draw, uniform_pair
+from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.logprobs import TokenLogprobs, token_logprobs
 from jaxinfer.executor.penalties import (
     SamplerArrays,
@@ -45,6 +46,7 @@ def sample(
     *,
     features: SamplerFeatures,
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    processors: LogitsProcessors | None = None,
 ) -> tuple[SampleOutput, SamplerArrays | None]:
     """Choose a token for each row. To be called inside a jitted program that donates `state`.
 
@@ -64,13 +66,17 @@ def sample(
     if full:
         assert state is not None
         x = apply_logit_bias(x, row, state.bias_ids, state.bias_values)
+        token_states = state.tokens.at[row].get(mode="clip")
         x = apply_penalties(
             x,
-            state.tokens.at[row].get(mode="clip"),
+            token_states,
             _floats(packed, columns.REPETITION),
             _floats(packed, columns.FREQUENCY),
             _floats(packed, columns.PRESENCE),
         )
+        if features.processors:
+            assert processors is not None
+            x = processors.apply(x, packed, token_states)
     if V % BLOCK:
         x = jnp.pad(x, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf)
     # One materialised array, so that every comparison below sees the same bits.

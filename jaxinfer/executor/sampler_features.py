@@ -26,11 +26,13 @@ class SamplerFeatures:
     `masked`: it takes token masks (always so for FULL, which is given all-ones words where nothing is masked).
     `num_logprobs`: top logprobs returned beside the chosen token's, None for no logprobs at all (always so below FULL:
     every combination is a program to compile for each number of rows).
+    `processors`: it applies the engine's custom logits processors (a FULL one, as they may read its state).
     """
 
     level: SamplerLevel = SamplerLevel.GREEDY
     masked: bool = False
     num_logprobs: int | None = None
+    processors: bool = False
 
     @property
     def stateful(self) -> bool:
@@ -50,15 +52,19 @@ def logprob_ids_width(num_logprobs: int) -> int:
     return min(num_logprobs, MAX_LOGPROB_TOKEN_IDS)
 
 
-def all_features(max_logprobs: int, vocab_size: int) -> list[SamplerFeatures]:
-    """Every variant that `SamplingRows.features` can ask for, the most used first: 6 at the default limits."""
+def all_features(
+    max_logprobs: int, vocab_size: int, *, processors: bool = False
+) -> list[SamplerFeatures]:
+    """Every variant that `SamplingRows.features` can ask for, the most used first: 6 at the default limits, and half
+    as many more in an engine that has custom `processors`."""
     return [
         SamplerFeatures(SamplerLevel.GREEDY),
         SamplerFeatures(SamplerLevel.RANDOM),
         SamplerFeatures(SamplerLevel.GREEDY, masked=True),
         SamplerFeatures(SamplerLevel.RANDOM, masked=True),
         *(
-            SamplerFeatures(SamplerLevel.FULL, masked=True, num_logprobs=num_logprobs)
+            SamplerFeatures(SamplerLevel.FULL, True, num_logprobs, processed)
+            for processed in ((False, True) if processors else (False,))
             for num_logprobs in (None, *logprobs_rungs(max_logprobs, vocab_size))
         ),
     ]

@@ -7,6 +7,7 @@ fancy index whatever the number of parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from jaxinfer.executor.sampler_features import (
     logprobs_rungs,
 )
 from jaxinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.executor.logits_processors import LogitsProcessors
 
 # Columns of the packed array; the floats from TEMPERATURE on, TOP_K apart, are stored by their bits.
 ROW, POSITION, ACTIVE, SEED_HIGH, SEED_LOW, TOP_K = range(6)
@@ -40,7 +44,13 @@ class SamplingRows:
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, *, seed: int = 0, max_logprobs: int = 20
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        *,
+        seed: int = 0,
+        max_logprobs: int = 20,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
@@ -51,8 +61,11 @@ class SamplingRows:
         self._logprob_ids = np.full((max_num_seqs + 1, width), -1, np.int32)
         self._levels = np.zeros(max_num_seqs, np.uint8)
         self._has_bias = np.zeros(max_num_seqs, bool)
+        self._processed = np.zeros(max_num_seqs, bool)
         # The last line is what padding rows get: neutral, and out of the state's range.
-        self._packed = np.zeros((max_num_seqs + 1, NUM_COLUMNS), np.int32)
+        self._processors = processors
+        num_columns = NUM_COLUMNS if processors is None else processors.num_columns
+        self._packed = np.zeros((max_num_seqs + 1, num_columns), np.int32)
         self._floats = self._packed.view(np.float32)
         self._packed[:, ROW] = np.arange(max_num_seqs + 1)
         self._floats[:, TOP_P] = 1.0
@@ -85,12 +98,16 @@ class SamplingRows:
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
         )
-        if penalized:
+        processed = bool(params.logits_processors)
+        self._processed[row] = processed
+        if self._processors is not None:
+            self._processors.set_row(line, num_prompt_tokens, params.logits_processors)
+        if penalized or processed:
             self._token_states[row] = token_states(token_ids, num_prompt_tokens, self.vocab_size)
         else:
             self._token_states.pop(row, None)
         self._set_bias(row, params.logit_bias or {})
-        if penalized or params.logit_bias:
+        if penalized or processed or params.logit_bias:
             self._levels[row] = SamplerLevel.FULL
         else:
             self._levels[row] = SamplerLevel.GREEDY if params.greedy else SamplerLevel.RANDOM
@@ -103,7 +120,7 @@ class SamplingRows:
     def gather(
         self, rows: np.ndarray, positions: np.ndarray, samples: np.ndarray, num_rows: int
     ) -> np.ndarray:
-        """The packed lines [num_rows, NUM_COLUMNS] of the scheduled `rows` [R <= num_rows], padded.
+        """The packed lines [num_rows, NUM_COLUMNS, and those of custom processors] of the scheduled `rows` [R <= num_rows], padded.
 
         `positions[r]` is the sequence position that the token sampled now will take (`num_computed +
         num_scheduled`): the randomness of a token depends on its seed and position alone. `samples[r]`: see
@@ -113,7 +130,7 @@ class SamplingRows:
         if n == num_rows:
             packed = self._packed[rows]
         else:
-            packed = np.empty((num_rows, NUM_COLUMNS), np.int32)
+            packed = np.empty((num_rows, self._packed.shape[1]), np.int32)
             packed[:n] = self._packed[rows]
             packed[n:] = self._packed[self.max_num_seqs]
         packed[:n, POSITION] = positions
@@ -130,7 +147,8 @@ class SamplingRows:
         level = SamplerLevel(self._levels[sampling].max())
         num_logprobs = self.logprobs_rung(self.num_logprobs[sampling].max())
         if level is SamplerLevel.FULL or num_logprobs is not None:
-            return SamplerFeatures(SamplerLevel.FULL, True, num_logprobs)
+            processed = bool(self._processed[sampling].any())
+            return SamplerFeatures(SamplerLevel.FULL, True, num_logprobs, processed)
         return SamplerFeatures(level, masked)
 
     def logprob_ids(

@@ -14,6 +14,7 @@ import msgspec
 from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, ModelConfig
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.frontend.parallel_sampling import expand
+from jaxinfer.logits_processors import EXTRA_ARG, complete_request
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -170,6 +171,9 @@ class Processor:
         if params.logprob_token_ids is not None:
             complete.logprobs = self._num_given_logprobs(params.logprob_token_ids)
         complete.prompt_logprobs = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
+        if params.extra_args is not None:
+            asked = complete_request(params.extra_args, self._config.logits_processors)
+            complete.extra_args = {EXTRA_ARG: asked} if asked else None
         if params.bad_words:
             complete.bad_words_token_ids = self._bad_words(params.bad_words)
         if params.greedy:

@@ -64,6 +64,8 @@ class Serving:
             known.param = prompt_field
         elif known.param == "logprobs" and prompt_field == "messages":
             known.param = "top_logprobs"
+        elif str(error).startswith("extra_args"):
+            known.param = "vllm_xargs"
         elif known.param == "structured_outputs":
             known.param = request.structured_field
         return known

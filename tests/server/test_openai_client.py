@@ -37,6 +37,7 @@ def server(smollm2_gguf: Path) -> Iterator[ServerProcess]:
         "--warmup",
         "lazy",
     ]
+    limits += ["--logits-processors", "tests.server.boost_processor:boost"]
     names = f"--served-model-name {MODEL} --api-key secret".split()
     with server_process(
         ["-m", "jaxinfer", "serve", str(smollm2_gguf), "--port", "0", *limits, *names]
@@ -88,6 +89,19 @@ def test_logprobs_of_given_tokens(client: openai.OpenAI):
     assert [
         t for c in streamed if c.choices for t in c.choices[0].logprobs.tokens
     ] == logprobs.tokens
+
+
+def test_a_logits_processor_of_ones_own(client: openai.OpenAI):
+    def ask(extra):
+        fields = dict(prompt="The capital of France is", max_tokens=3, **GREEDY)
+        body = {"vllm_xargs": extra, "return_token_ids": True}
+        return client.completions.create(**fields, extra_body=body).choices[0].token_ids
+
+    assert ask({"logits_processors": {"boost": {"token": 260}}}) == [260] * 3
+    assert ask({}) != [260] * 3
+    with pytest.raises(openai.BadRequestError, match="no logits processor 'bost'") as caught:
+        ask({"logits_processors": {"bost": {}}})
+    assert caught.value.param == "vllm_xargs"
 
 
 def test_several_prompts_and_seeded_samples(client: openai.OpenAI):

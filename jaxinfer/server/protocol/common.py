@@ -102,6 +102,7 @@ class GenerationRequest(StructuredFields):
     priority: Int = 0
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
+    vllm_xargs: dict[str, Any] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -170,6 +171,8 @@ class GenerationRequest(StructuredFields):
             del given["stop"]
         if self.logit_bias:
             given["logit_bias"] = _logit_bias(self.logit_bias)
+        if self.vllm_xargs:
+            given["extra_args"] = self.vllm_xargs
         if (structured := self.structured()) is not None:
             given["structured_outputs"] = structured
         return SamplingParams(**{**defaults, **given, **more})
