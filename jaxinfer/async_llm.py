@@ -6,15 +6,18 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
+from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
 from jaxinfer.frontend.processor import PreparedRequest, Prompt
 from jaxinfer.frontend.request_state import RequestState
+from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 
@@ -24,18 +27,6 @@ if TYPE_CHECKING:
 
 type Connect = Callable[[Callable[[EngineCoreOutputs], None]], EngineCoreClient]
 """Makes a client that calls its argument, in whichever thread, with every step's outputs."""
-
-
-class Observer(Protocol):
-    """Hears of everything that happens, for metrics. Called in the event loop."""
-
-    def request_added(self, request: PreparedRequest) -> None: ...
-
-    def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
-        """Each output that a request's stream gets; the last one is `finished`, however the request ends."""
-        ...
-
-    def step(self, outputs: EngineCoreOutputs) -> None: ...
 
 
 class AsyncLLM:
@@ -53,23 +44,28 @@ class AsyncLLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
-        return cls.from_client(engine.frontend, partial(ThreadClient, engine.core))
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
 
     @classmethod
-    def from_client(cls, frontend: EngineFrontend, connect: Connect) -> Self:
-        """Over a core that is reached by a client of any kind."""
+    def from_client(
+        cls, frontend: EngineFrontend, connect: Connect, num_blocks: int | None = None
+    ) -> Self:
+        """Over a core that is reached by a client of any kind, and whose KV cache has `num_blocks`, for metrics."""
         llm = cls.__new__(cls)
-        llm._connect(frontend, connect)
+        llm._connect(frontend, connect, num_blocks)
         return llm
 
     def _start(self, engine: Engine) -> None:
-        self._connect(engine.frontend, partial(ThreadClient, engine.core))
+        connect = partial(ThreadClient, engine.core)
+        self._connect(engine.frontend, connect, engine.core.num_blocks)
 
-    def _connect(self, frontend: EngineFrontend, connect: Connect) -> None:
+    def _connect(self, frontend: EngineFrontend, connect: Connect, num_blocks: int | None) -> None:
         self.config = frontend.config
         self.processor = frontend.processor
         self.token_text = frontend.token_text
-        self.observer: Observer | None = None
+        self.metrics = EngineMetrics(frontend.config, lambda: self.num_unfinished, num_blocks)
         self._tokenizer = frontend.tokenizer
         self._outputs = OutputProcessor(frontend.token_text)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,8 +128,7 @@ class AsyncLLM:
             # The loop before may have closed with outputs that nobody has handled.
             loop.call_soon(self._handle_outputs)
         stream = RequestStream(self, prepared)
-        if self.observer is not None:
-            self.observer.request_added(prepared)
+        self.metrics.request_added(prepared)
         self._streams.add(stream)
         stream.state = self._outputs.add(prepared, stream.put)
         try:
@@ -143,6 +138,35 @@ class AsyncLLM:
             stream.close()
             raise
         return stream
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        priority: int = 0,
+        *,
+        add_special_tokens: bool = True,
+    ) -> BeamSearchOutput:
+        """See `LLM.beam_search`. Raises as `generate`; to cancel it aborts what runs."""
+        prepared = self.processor.prepare(prompt, None, None, priority, add_special_tokens)
+        eos, max_len = self.processor.eos_token_ids, self.config.model.max_model_len
+        search = BeamSearch.of(prepared, params, eos, max_len)
+        for _ in range(params.max_tokens):
+            beams = [
+                self.processor.prepare(beam, search.step_params, None, priority)
+                for beam in search.prompts
+            ]
+            if not beams:
+                break
+            streams: list[RequestStream] = []
+            try:
+                for beam in beams:
+                    streams.append(self.submit(beam))
+                search.advance([await anext(stream) for stream in streams])
+            finally:
+                for stream in streams:
+                    stream.close()
+        return search.result(self._tokenizer.decode)
 
     async def abort(self, request_id: str) -> None:
         """End the requests with this id; their generators yield a last output with finish reason "abort"."""
@@ -166,6 +190,10 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         return await asyncio.wrap_future(self._client.call("is_sleeping"))
+
+    def get_metrics(self) -> list[Metric]:
+        """See `LLM.get_metrics`."""
+        return self.metrics.snapshot()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -216,8 +244,7 @@ class AsyncLLM:
             try:
                 outputs = self._arrived.popleft()
                 to_abort = self._outputs.process(outputs)
-                if self.observer is not None:
-                    self.observer.step(outputs)
+                self.metrics.step(outputs)
             except Exception as error:  # nobody would hear of it, and everyone would wait
                 for stream in self._streams:
                     stream.fail(error)
@@ -244,8 +271,7 @@ class RequestStream:
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
-        if self._llm.observer is not None:
-            self._llm.observer.request_output(self.request, output)
+        self._llm.metrics.request_output(self.request, output)
         if self._is_delta and self._output is not None:
             self._output.add(output)
         else:

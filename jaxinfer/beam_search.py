@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from jaxinfer.frontend.processor import PreparedRequest, TokensPrompt
 from jaxinfer.outputs import PositionLogprobs, RequestOutput
 from jaxinfer.sampling_params import SamplingParams, check_integer, check_real
 
@@ -61,16 +63,27 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """The search from one prompt: `beams` go on, `completed` have met an end-of-sequence token."""
+    """The search from one prompt: `beams` go on, `completed` have met an end-of-sequence token. Sequences hold at most
+    `max_len` tokens."""
 
     prompt_token_ids: list[int]
     params: BeamSearchParams
     eos_token_ids: Collection[int]
+    max_len: int
+    cache_salt: str | None = None
     beams: list[BeamSearchSequence] = field(init=False)
     completed: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.beams = [BeamSearchSequence(list(self.prompt_token_ids), [])]
+
+    @property
+    def prompts(self) -> list[TokensPrompt]:
+        """What to generate one token for next, one for each of `beams`; none at the end."""
+        if not self.beams or len(self.beams[0].tokens) >= self.max_len:
+            return []
+        salt: dict[str, Any] = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
+        return [TokensPrompt(prompt_token_ids=beam.tokens, **salt) for beam in self.beams]
 
     @property
     def step_params(self) -> SamplingParams:
@@ -82,6 +95,19 @@ class BeamSearch:
             ignore_eos=True,
             detokenize=False,
         )
+
+    @classmethod
+    def of(
+        cls,
+        prompt: PreparedRequest,
+        params: BeamSearchParams,
+        eos_token_ids: Collection[int],
+        max_len: int,
+    ) -> BeamSearch:
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {params!r}.")
+        salt = prompt.core_requests[0].cache_salt
+        return cls(prompt.prompt_token_ids, params, frozenset(eos_token_ids), max_len, salt)
 
     def advance(self, outputs: Sequence[RequestOutput]) -> None:
         """Take in the next token's logprobs, one output per beam."""

@@ -17,9 +17,11 @@ from jaxinfer.engine.client import InprocClient
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.messages import FinishReason
 from jaxinfer.engine_factory import Engine, build_engine
+from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
-from jaxinfer.frontend.processor import PreparedRequest, Prompt
+from jaxinfer.frontend.processor import PreparedRequest, Prompt, TextPrompt
 from jaxinfer.frontend.progress import BatchProgress
+from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 
@@ -55,6 +57,9 @@ class LLM:
         self._processor = engine.processor
         self._outputs = OutputProcessor(engine.token_text)
         self._client = InprocClient(engine.core)
+        self._metrics = EngineMetrics(
+            engine.config, lambda: self._outputs.num_unfinished, engine.core.num_blocks
+        )
 
     def generate(
         self,
@@ -89,8 +94,12 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, formatted by the model's chat template or the one given."""
+        """Answer a conversation, or each of several, formatted by the model's chat template or the one given.
+
+        `cache_salt`, one for all or one per conversation: only those of the same salt share cached prefixes.
+        """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         template_args: dict[str, Any] = dict(chat_template_kwargs or {})
         template_args["add_generation_prompt"] = add_generation_prompt
@@ -100,10 +109,11 @@ class LLM:
             template_args["chat_template"] = chat_template
         if tools is not None:
             template_args["tools"] = tools
-        prompts: list[Prompt] = [
-            self._tokenizer.apply_chat_template(list(conversation), **template_args)
-            for conversation in conversations
-        ]
+        salts = _per_prompt("cache_salt", cache_salt, len(conversations))
+        prompts: list[Prompt] = []
+        for conversation, salt in zip(conversations, salts, strict=True):
+            text = self._tokenizer.apply_chat_template(list(conversation), **template_args)
+            prompts.append(text if salt is None else TextPrompt(prompt=text, cache_salt=salt))
         return self._run(
             self._prepare(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm
         )
@@ -119,27 +129,26 @@ class LLM:
         All beams of all prompts go forward together, one token a step; what they share is computed once, by the prefix
         cache. Raises `ValueError` as `generate`, and where `max_logprobs` is below twice the `beam_width`.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params must be BeamSearchParams, got {params!r}.")
-        eos = frozenset(self._processor.eos_token_ids)
+        eos, max_len = self._processor.eos_token_ids, self.config.model.max_model_len
         searches = [
-            BeamSearch(self._processor.prepare(prompt).prompt_token_ids, params, eos)
+            BeamSearch.of(self._processor.prepare(prompt), params, eos, max_len)
             for prompt in _prompt_list(prompts)
         ]
-        max_len = self.config.model.max_model_len
         for _ in tqdm(range(params.max_tokens)) if use_tqdm else range(params.max_tokens):
-            open_ends = [
-                search
-                for search in searches
-                if search.beams and len(search.beams[0].tokens) < max_len
-            ]
-            prompts = [beam.tokens for search in open_ends for beam in search.beams]
-            if not prompts:
+            open_ends = [(search, search.prompts) for search in searches]
+            beams = [beam for _, beams in open_ends for beam in beams]
+            if not beams:
                 break
-            outputs = iter(self.generate(prompts, open_ends[0].step_params, use_tqdm=False))
-            for search in open_ends:
-                search.advance(list(islice(outputs, len(search.beams))))
+            outputs = iter(self.generate(beams, searches[0].step_params, use_tqdm=False))
+            for search, mine in open_ends:
+                if mine:
+                    search.advance(list(islice(outputs, len(mine))))
         return [search.result(self._tokenizer.decode) for search in searches]
+
+    def get_metrics(self) -> list[Metric]:
+        """What was counted since the engine began, under the names of the server's `/metrics`: `Counter`, `Gauge`,
+        `Vector` and `Histogram` of `jaxinfer.metrics`."""
+        return self._metrics.snapshot()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -216,10 +225,12 @@ class LLM:
 
         def take(index: int, output: RequestOutput) -> None:
             results[index] = output
+            self._metrics.request_output(prepared[index], output)
             progress.finish_prompt(len(output.prompt_token_ids))
 
         try:
             for i, request in enumerate(prepared):
+                self._metrics.request_added(request)
                 self._outputs.add(request, partial(take, i), RequestOutputKind.FINAL_ONLY)
                 for core_request in request.core_requests:
                     self._client.add_request(core_request)
@@ -229,6 +240,7 @@ class LLM:
                 step = self._client.get_output()
                 progress.add_written(len(step.token_ids))
                 to_abort = self._outputs.process(step)
+                self._metrics.step(step)
                 if to_abort:
                     self._client.abort_requests(to_abort)
         except BaseException:

@@ -28,7 +28,8 @@ class CompletionOutput:
     """One completion. With output kind DELTA, text, token_ids and logprobs hold only what is new.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop
-    string or stop token id that ended it, None for the end-of-sequence token, or the error's text.
+    string or stop token id that ended it, None for the end-of-sequence token, or the error's text. `is_refused`: that
+    error is the request's own doing, not the engine's.
     `cumulative_logprob` sums the whole completion's logprobs, when logprobs were asked for. `logprobs` is a list, or
     with `flat_logprobs` a `FlatLogprobs`.
     """
@@ -40,6 +41,7 @@ class CompletionOutput:
     logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_refused: bool = False
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -110,6 +112,7 @@ class RequestOutput:
             mine.cumulative_logprob = new.cumulative_logprob
             mine.finish_reason = new.finish_reason
             mine.stop_reason = new.stop_reason
+            mine.is_refused = new.is_refused
         self.finished = later.finished
         self.metrics = later.metrics
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
@@ -127,4 +130,11 @@ class RequestFailedError(RuntimeError):
         self.failures = failures
         self.outputs = outputs
         reasons = "; ".join(f"prompt {i}: {reason}" for i, reason in failures.items())
+        self.is_refused = all(
+            completion.is_refused
+            for output in outputs
+            for completion in output.outputs
+            if completion.finish_reason == "error"
+        )
+        """Whether all of them failed by their own doing."""
         super().__init__(f"{len(failures)} of {len(outputs)} requests failed: {reasons}")

@@ -130,6 +130,22 @@ def test_cached_prefixes_are_reported_salted_and_forgotten(llm):
     assert num_cached(prompt) == 2 * block_size
 
 
+def test_conversations_and_beams_share_prefixes_of_the_same_salt_only(llm):
+    conversation = [{"role": "user", "content": "o" * 40}]
+
+    def num_cached(salt, conversations=conversation):
+        outputs = llm.chat(conversations, SOME, use_tqdm=False, cache_salt=salt)
+        return [output.num_cached_tokens for output in outputs]
+
+    first = num_cached("x")
+    second = num_cached(["x", "y", None], [conversation] * 3)
+    assert first == [0] and second[0] > 0 and second[1:] == [0, 0]
+    with pytest.raises(ValueError, match=r"cache_salt must be one for all or one per prompt \(1\)"):
+        num_cached(["x", "y"])
+    with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
+        num_cached(3)
+
+
 def test_chat_formats_conversations(llm):
     user = {"role": "user", "content": "hi"}
     text = "<|user|>hi<|end|><|assistant|>"

@@ -171,7 +171,9 @@ class EngineCore:
         ready, failed = self._grammars.take_compiled()
         self.scheduler.start(ready)
         self.scheduler.finish(request for request, _ in failed)
-        self._failed += [FinishedRequest(r.request_id, FinishReason.ERROR, t) for r, t in failed]
+        self._failed += [
+            FinishedRequest(r.request_id, FinishReason.ERROR, text, True) for r, text in failed
+        ]
 
     def _launch(self) -> bool:
         """Plan a step and start it on the device. False when there is nothing to compute."""
@@ -192,7 +194,7 @@ class EngineCore:
             raise
         self.scheduler.finish(stuck)
         self._failed += [
-            FinishedRequest(r.request_id, FinishReason.ERROR, NO_TOKEN_LEFT) for r in stuck
+            FinishedRequest(r.request_id, FinishReason.ERROR, NO_TOKEN_LEFT, True) for r in stuck
         ]
         return True
 

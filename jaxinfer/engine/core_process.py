@@ -115,7 +115,7 @@ class _CoreLoop:
         try:
             core.add_request(message.request)
         except ValueError as error:
-            end = FinishedRequest(message.request.request_id, FinishReason.ERROR, str(error))
+            end = FinishedRequest(message.request.request_id, FinishReason.ERROR, str(error), True)
             self._send_outputs(EngineCoreOutputs(finished=[end]))
 
     def _call(self, core: EngineCore, call: Call) -> None:

@@ -57,11 +57,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class FinishedRequest(msgspec.Struct, array_like=True):
-    """A request's end. `stop_reason` is the stop token's id when one ended it, or an error's text."""
+    """A request's end. `stop_reason` is the stop token's id when one ended it, or an error's text. `is_refused`: the
+    error is the request's own doing."""
 
     request_id: str
     reason: FinishReason
     stop_reason: int | str | None = None
+    is_refused: bool = False
 
 
 class Admission(msgspec.Struct, array_like=True):

@@ -22,8 +22,8 @@ Sink = Callable[[RequestOutput], None]
 class CompletionState:
     """One completion. `is_quiet`: its tokens only need to be collected until it ends."""
 
-    __slots__ = ("_cumulative_logprob", "_detokenizer", "_is_incremental", "_logprobs")
-    __slots__ += ("_num_sent", "_stream_index", "_text", "core_id", "finish_reason")
+    __slots__ = ("_cumulative_logprob", "_detokenizer", "_is_incremental", "_is_refused")
+    __slots__ += ("_logprobs", "_num_sent", "_stream_index", "_text", "core_id", "finish_reason")
     __slots__ += ("index", "is_quiet", "request", "stop_reason", "token_ids")
 
     def __init__(
@@ -36,6 +36,7 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._is_refused = False
         self._detokenizer: Detokenizer | None = None
         self._text = ""
         self._num_sent = 0
@@ -82,10 +83,11 @@ class CompletionState:
         include = self.request.params.include_stop_str_in_output
         return token_ids if include else token_ids[:-1]
 
-    def finish(self, reason: str, stop_reason: int | str | None) -> None:
+    def finish(self, reason: str, stop_reason: int | str | None, is_refused: bool = False) -> None:
         """End for any other reason than a stop string: what was held of the text comes out."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self._is_refused = is_refused
         self.request.num_unfinished -= 1
         if self._detokenizer is not None:
             if not self._is_incremental:
@@ -110,6 +112,7 @@ class CompletionState:
             logprobs=self._logprobs.since(start) if self._logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            is_refused=self._is_refused,
         )
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.async_llm import AsyncLLM
-from jaxinfer.server import chat, completions, errors, middleware, status, tokens
+from jaxinfer.server import chat, completions, dev_mode, errors, middleware, status, tokens
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings, num_blocks: int) -> FastAPI:
-    """The application over an engine that runs, whose KV cache has `num_blocks` blocks. It leaves the engine's
-    shutdown to its caller."""
+def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """The application over an engine that runs. It leaves the engine's shutdown to its caller."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = Serving(llm, settings)
-    metrics = Metrics(serving.model, llm.config, num_blocks, lambda: llm.num_unfinished)
-    llm.observer = metrics
+    llm.metrics.model_name = serving.model
+    metrics = Metrics(llm.metrics)
     for router in (
         completions.router(serving),
         chat.router(serving),
@@ -27,6 +28,8 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, num_blocks: int) -> FastA
         status.router(serving, metrics),
     ):
         app.include_router(router)
+    if settings.dev_mode:
+        app.include_router(dev_mode.router(serving))
     errors.install(app)
     # The last one added sees a request first.
     app.add_middleware(middleware.ActiveRequests, serving=serving)
@@ -35,6 +38,11 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, num_blocks: int) -> FastA
         app.add_middleware(middleware.ApiKeys, keys=settings.api_key)
     if settings.enable_request_id_headers:
         app.add_middleware(middleware.RequestIds)
+    for added in settings.middleware:
+        if inspect.isclass(added):
+            app.add_middleware(added)
+        else:
+            app.middleware("http")(added)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,

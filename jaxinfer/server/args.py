@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import json
 import os
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.server.settings import ServerSettings
 
 API_KEY_VARIABLE = "JAXINFER_API_KEY"
+DEV_MODE_VARIABLE = "JAXINFER_SERVER_DEV_MODE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class ListenArgs:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
     shutdown_timeout: int = 30
     restart_engine: bool = False
 
@@ -127,6 +131,25 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="0: no client certificates, 1: optional, 2: required",
     )
+    http.add_argument("--ssl-ciphers", metavar="LIST", help="in OpenSSL's notation")
+    http.add_argument(
+        "--middleware",
+        action="append",
+        default=[],
+        metavar="MODULE:OBJECT",
+        help="ASGI middleware class, or coroutine function (request, call_next); may be repeated",
+    )
+    http.add_argument(
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line per request: its parameters, and how long its prompt is",
+    )
+    http.add_argument(
+        "--disable-log-requests",
+        action="store_false",
+        dest="enable_log_requests",
+        help="log none (the default)",
+    )
 
 
 def listen_args(parsed: argparse.Namespace) -> ListenArgs:
@@ -143,7 +166,7 @@ def listen_args(parsed: argparse.Namespace) -> ListenArgs:
 
 
 def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSettings:
-    """Raises `ValueError` for a template that can't be found."""
+    """Raises `ValueError` for a template or a middleware that can't be found."""
     if parsed.max_num_queued_reqs is not None and parsed.max_num_queued_reqs < 0:
         raise ValueError(
             f"max_num_queued_reqs must be at least 0, got {parsed.max_num_queued_reqs}."
@@ -156,6 +179,8 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         allowed_origins=tuple(parsed.allowed_origins),
         allowed_methods=tuple(parsed.allowed_methods),
         allowed_headers=tuple(parsed.allowed_headers),
+        middleware=tuple(_middleware(path) for path in parsed.middleware),
+        dev_mode=_is_set(DEV_MODE_VARIABLE),
         **{
             name: getattr(parsed, name)
             for name in (
@@ -166,10 +191,31 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "enable_request_id_headers",
                 "enable_force_include_usage",
                 "disable_fastapi_docs",
+                "enable_log_requests",
                 "max_num_queued_reqs",
             )
         },
     )
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"${variable} must be 0 or 1, got {value!r}.")
+    return value == "1"
+
+
+def _middleware(path: str) -> Any:
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"middleware must have the form MODULE:OBJECT, got {path!r}.")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"middleware: can't import {path!r}: {error}") from error
+    if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
+        raise ValueError(f"middleware: {path!r} is neither a class nor a coroutine function.")
+    return found
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Request, Response
 from jaxinfer.async_llm import RequestStream
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind
+from jaxinfer.server.beam_search import beam_search, beam_search_params
 from jaxinfer.server.chat_prompt import chat_prompt
+from jaxinfer.server.deadline import Deadline
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.logprobs import LogprobFormatter
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
@@ -33,10 +35,14 @@ def router(serving: Serving) -> APIRouter:
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         serving.check_model(request.model)
         call = _Call(serving, request, f"chatcmpl-{request_id(http, request)}")
+        deadline = Deadline.of(http, request)
+        if request.use_beam_search:
+            found = await until_disconnect(http, lambda: deadline.wait(call.beams()))
+            return Response(status_code=499) if found is None else json_response(call.body(found))
         stream = await call.start()
         if request.stream:
-            return EventStream(call.chunks(stream), partial(close, [stream]))
-        outputs = await until_disconnect(http, lambda: final_outputs([stream]))
+            return EventStream(deadline.each(call.chunks(stream)), partial(close, [stream]))
+        outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
         return (
             Response(status_code=499) if outputs is None else json_response(call.body(outputs[0]))
         )
@@ -59,23 +65,16 @@ class _Call:
 
     async def start(self) -> RequestStream:
         request, serving = self._request, self._serving
-        limit_name, limit = request.limit
-        if limit is None:
-            limit = serving.llm.processor.sampling_defaults.get("max_tokens")
+        limit_name, limit = self._limit()
         params = serving.sampling_params(
             request,
             max_tokens=limit,
             logprobs=None if request.logprob_token_ids else request.num_logprobs,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         )
-        variables: dict[str, Any] = {}
-        if request.documents is not None:
-            variables["documents"] = request.documents
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
         prepared = await serving.prepare(
             request,
-            chat_prompt(serving, request, **variables),
+            self._prompt(),
             params,
             self._id,
             add_special_tokens=request.add_special_tokens,
@@ -84,6 +83,36 @@ class _Call:
         )
         self._usage = Usage(len(prepared.prompt_token_ids))
         return serving.submit([prepared])[0]
+
+    def _limit(self) -> tuple[str, int | None]:
+        name, limit = self._request.limit
+        if limit is None:
+            limit = self._serving.llm.processor.sampling_defaults.get("max_tokens")
+        return name, limit
+
+    def _prompt(self) -> str:
+        request = self._request
+        variables: dict[str, Any] = {}
+        if request.documents is not None:
+            variables["documents"] = request.documents
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        return chat_prompt(self._serving, request, **variables)
+
+    async def beams(self) -> RequestOutput:
+        limit_name, limit = self._limit()
+        [output] = await beam_search(
+            self._serving,
+            self._request,
+            [self._prompt()],
+            beam_search_params(self._serving, self._request, limit),
+            self._id,
+            add_special_tokens=self._request.add_special_tokens,
+            limit_name=limit_name,
+            prompt_field="messages",
+        )
+        self._usage = Usage(len(output.prompt_token_ids))
+        return output
 
     def body(self, output: RequestOutput) -> dict[str, Any]:
         self._usage.add(0, output)

@@ -11,6 +11,8 @@ from fastapi import APIRouter, Request, Response
 from jaxinfer.async_llm import RequestStream
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind
+from jaxinfer.server.beam_search import beam_search, beam_search_params
+from jaxinfer.server.deadline import Deadline
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.logprobs import LogprobFormatter
 from jaxinfer.server.protocol.completion import CompletionRequest
@@ -36,10 +38,14 @@ def router(serving: Serving) -> APIRouter:
     async def completions(request: CompletionRequest, http: Request) -> Response:
         serving.check_model(request.model)
         call = _Call(serving, request, f"cmpl-{request_id(http, request)}")
+        deadline = Deadline.of(http, request)
+        if request.use_beam_search:
+            found = await until_disconnect(http, lambda: deadline.wait(call.beams()))
+            return Response(status_code=499) if found is None else json_response(call.body(found))
         streams = await call.start()
         if request.stream:
-            return EventStream(call.chunks(streams), partial(close, streams))
-        outputs = await until_disconnect(http, lambda: final_outputs(streams))
+            return EventStream(deadline.each(call.chunks(streams)), partial(close, streams))
+        outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs(streams)))
         return Response(status_code=499) if outputs is None else json_response(call.body(outputs))
 
     return routes
@@ -89,6 +95,27 @@ class _Call:
         ]
         self._usage = Usage(sum(len(p.prompt_token_ids) for p in prepared))
         return serving.submit(prepared)
+
+    async def beams(self) -> list[RequestOutput]:
+        request = self._request
+        limit = request.max_tokens
+        if limit is None:
+            limit = self._serving.llm.processor.sampling_defaults.get(
+                "max_tokens", DEFAULT_MAX_TOKENS
+            )
+        search = beam_search_params(self._serving, request, limit)
+        outputs = await beam_search(
+            self._serving,
+            request,
+            request.prompts,
+            search,
+            self._id,
+            add_special_tokens=request.add_special_tokens,
+            limit_name="max_tokens",
+            prompt_field="prompt",
+        )
+        self._usage = Usage(sum(len(output.prompt_token_ids) for output in outputs))
+        return outputs
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []

@@ -93,6 +93,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), kind="service_unavailable")
     if isinstance(error, RequestFailedError):
         message = "; ".join(error.failures.values())
+        if error.is_refused:
+            return BadRequest(message)
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, kind="internal_server_error")
     if isinstance(error, ValueError):
         return BadRequest(str(error))

@@ -35,10 +35,10 @@ def serve(
     """
     with contextlib.closing(_bind(listen)) as bound:
         engine = start_remote_engine(args, command)
-        llm = AsyncLLM.from_client(engine.frontend, engine.connect)
+        llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine, settings, listen, bound)
-            server = _Server(_uvicorn_config(llm, engine, settings, listen), ready)
+            server = _Server(_uvicorn_config(llm, settings, listen), ready)
             if listen.restart_engine:
                 server.background.append(partial(restart_when_dead, llm, args, command))
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -107,11 +107,9 @@ def _bind(listen: ListenArgs) -> socket.socket:
     return bound
 
 
-def _uvicorn_config(
-    llm: AsyncLLM, engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs
-) -> uvicorn.Config:
+def _uvicorn_config(llm: AsyncLLM, settings: ServerSettings, listen: ListenArgs) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(llm, settings, engine.num_blocks),
+        build_app(llm, settings),
         log_level=listen.uvicorn_log_level,
         access_log=not listen.disable_uvicorn_access_log,
         root_path=listen.root_path,
@@ -119,6 +117,7 @@ def _uvicorn_config(
         ssl_certfile=listen.ssl_certfile,
         ssl_ca_certs=listen.ssl_ca_certs,
         ssl_cert_reqs=listen.ssl_cert_reqs,
+        ssl_ciphers=listen.ssl_ciphers,
         timeout_graceful_shutdown=listen.shutdown_timeout,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import ApiError, BadRequest, from_value_error
 from jaxinfer.server.protocol.common import GenerationRequest
 from jaxinfer.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 _THREAD_ABOVE_CHARS = 16_384
 """Longer texts are tokenized outside of the event loop, where they would hold up every stream."""
@@ -103,6 +106,10 @@ class Serving:
                 f"{num_prompt} of them.",
                 param=limit_name,
             )
+        if self.settings.enable_log_requests:
+            logger.info(
+                "%s: %d prompt tokens, %r", request_id, num_prompt, prepared.sampling_params
+            )
         return prepared
 
     def _prompt(
@@ -135,17 +142,20 @@ class Serving:
 
     def submit(self, prepared: Sequence[PreparedRequest]) -> list[RequestStream]:
         """Start all of them, or none."""
-        self._check_queue(sum(len(p.core_requests) for p in prepared))
+        self.check_queue(sum(len(p.core_requests) for p in prepared))
         streams: list[RequestStream] = []
         try:
             for request in prepared:
                 streams.append(self.llm.submit(request))
+        except ValueError as error:
+            close(streams)
+            raise BadRequest(str(error)) from error
         except BaseException:
             close(streams)
             raise
         return streams
 
-    def _check_queue(self, num_new: int) -> None:
+    def check_queue(self, num_new: int) -> None:
         limit = self.settings.max_num_queued_reqs
         if limit is None:
             return

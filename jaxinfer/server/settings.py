@@ -11,7 +11,8 @@ class ServerSettings:
     """vLLM's names and meanings. `served_model_name`: the names a request may use, the first is reported.
 
     `max_num_queued_reqs`: completions that may wait while all `max_num_seqs` run; more are refused with 503.
-    `max_body_bytes`: longer bodies are refused with 413.
+    `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
+    `server.dev_mode`. `max_body_bytes`: longer bodies are refused with 413.
     """
 
     served_model_name: tuple[str, ...]
@@ -27,5 +28,8 @@ class ServerSettings:
     enable_request_id_headers: bool = False
     enable_force_include_usage: bool = False
     disable_fastapi_docs: bool = False
+    enable_log_requests: bool = False
     max_num_queued_reqs: int | None = None
+    middleware: tuple[Any, ...] = ()
+    dev_mode: bool = False
     max_body_bytes: int = 32 * 2**20

@@ -90,7 +90,7 @@ async def story_server(
     engine, executor = story_engine(**engine_args)
     llm = AsyncLLM.from_engine(engine)
     names = ServerSettings(**{"served_model_name": (MODEL, "tale"), **(settings or {})})
-    app = build_app(llm, names, engine.core.num_blocks)
+    app = build_app(llm, names)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://story", timeout=60) as http:
         try:

@@ -54,7 +54,6 @@ BAD_COMPLETIONS = [
     ("cache_salt", dict(cache_salt="")),
     ("suffix", dict(suffix="x")),
     ("best_of", dict(best_of=2)),
-    ("use_beam_search", dict(use_beam_search=True)),
     ("response_format", dict(response_format={"type": "yaml"})),
     (
         "response_format",

@@ -43,8 +43,6 @@ class GenerationRequest(StructuredFields):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     unsupported: ClassVar[dict[str, str]] = {
-        "use_beam_search": "Beam search is not supported.",
-        "length_penalty": "length_penalty belongs to beam search, which is not supported.",
         "best_of": "best_of is not supported; use n.",
         "prompt_embeds": "Prompts as embeddings are not supported.",
         "watermarking": "Watermarks are not supported.",
@@ -55,7 +53,7 @@ class GenerationRequest(StructuredFields):
         "routed_experts_prompt_start": "Routed experts are not reported.",
         "return_token_offsets": "return_token_offsets is not supported yet.",
     }
-    """Refused unless null, false or (length_penalty) neutral."""
+    """Refused unless null, false or empty."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {
@@ -99,7 +97,10 @@ class GenerationRequest(StructuredFields):
     logprob_token_ids: list[Int] | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
+    use_beam_search: bool = False
+    length_penalty: Float = 1.0
     priority: Int = 0
+    timeout: Float | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     vllm_xargs: dict[str, Any] | None = None
@@ -113,10 +114,7 @@ class GenerationRequest(StructuredFields):
             return data
         for name, reason in cls.unsupported.items():
             value = data.get(name)
-            is_neutral = (
-                value is None or value is False or (name == "length_penalty" and value == 1)
-            )
-            if not is_neutral and value != []:
+            if value is not None and value is not False and value != []:
                 raise BadRequest(reason, param=name)
         return data
 

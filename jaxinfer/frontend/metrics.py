@@ -1,0 +1,215 @@
+"""Counts what happens to requests and in steps, from what the engine core and the outputs report. The numbers are read
+as `jaxinfer.metrics` objects; the server shows the same ones to Prometheus."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from jaxinfer import metrics
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
+from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.outputs import RequestMetrics, RequestOutput
+from jaxinfer.sampling_params import RequestOutputKind
+
+PREFIX = "jaxinfer:"
+_REASONS = tuple(str(reason) for reason in FinishReason)
+
+
+def _steps(limit: float) -> tuple[float, ...]:
+    """1, 2, 5, 10 … up to `limit`."""
+    values = [m * 10.0**e for e in range(12) for m in (1, 2, 5)]
+    return tuple(v for v in values if v <= limit) or (1.0,)
+
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+_TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_ITL = (0.001, 0.0025, 0.005, *_ITL, 20.0, 40.0, 80.0)
+_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_LATENCY += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_TOKENS_PER_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class _Histogram:
+    """Counts per bucket. Many equal values are one observation."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def snapshot(self, labels: dict[str, str]) -> metrics.Histogram:
+        totals = list(accumulate(self._counts))
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
+        buckets = dict(zip(bounds, totals, strict=True))
+        return metrics.Histogram(
+            PREFIX + self._name, labels, totals[-1], self._sum, buckets, text=self._text
+        )
+
+
+class EngineMetrics:
+    """`num_unfinished` says whether the engine has anything to do: with nothing, it takes no step that would report that
+    nothing runs. `num_blocks`: of the KV cache, where it is known. For one thread at a time."""
+
+    def __init__(
+        self, config: EngineConfig, num_unfinished: Callable[[], int], num_blocks: int | None
+    ) -> None:
+        self.model_name = config.model.served_model_name or config.model.model
+        """The label of all metrics."""
+        self._config = config
+        self._num_blocks = num_blocks
+        self._num_unfinished = num_unfinished
+        self._stats = SchedulerStats()
+        self._counts: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
+        self._last_token: dict[str, float] = {}
+        """Per completion: when its last token came, or minus its arrival while there is none."""
+        longest = _steps(config.model.max_model_len)
+        made: list[_Histogram] = []
+
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> _Histogram:
+            made.append(_Histogram(name, text, bounds))
+            return made[-1]
+
+        self._iteration = histogram("iteration_tokens_total", "Tokens per step", _TOKENS_PER_STEP)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request", longest)
+        self._generation = histogram("request_generation_tokens", "Tokens generated", longest)
+        self._n = histogram("request_params_n", "The parameter n", (1, 2, 5, 10, 20))
+        self._limit = histogram("request_params_max_tokens", "The parameter max_tokens", longest)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", _TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens", _ITL)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time between a request's tokens", _ITL
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end", _LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Waiting to be run", _LATENCY)
+        self._prefill = histogram("request_prefill_time_seconds", "Run to first token", _LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "First token to last", _LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "Run to last token", _LATENCY)
+        self._histograms = made
+
+    # ---- what the engine reports -------------------------------------------------------------------------------------
+
+    def request_added(self, request: PreparedRequest) -> None:
+        for core_request in request.core_requests:
+            self._last_token[core_request.request_id] = -request.arrival_time
+        self._n.observe(request.sampling_params.n)
+        if request.sampling_params.max_tokens is not None:
+            self._limit.observe(request.sampling_params.max_tokens)
+
+    def step(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.stats
+        if stats is not None:
+            self._stats = stats
+            for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
+                self._counts[name] += getattr(stats, name)
+            self._iteration.observe(stats.num_scheduled_tokens)
+        self._counts["generation_tokens"] += len(outputs.token_ids)
+        self._time_tokens(outputs.request_ids, outputs.timestamp)
+
+    def _time_tokens(self, request_ids: Sequence[str], now: float) -> None:
+        """Most tokens of a step come equally long after the ones before them."""
+        last_token = self._last_token
+        intervals: dict[float, int] = {}
+        for request_id in request_ids:
+            before = last_token.get(request_id)
+            if before is None:  # aborted, and the core didn't know yet
+                continue
+            if before < 0:
+                self._ttft.observe(now + before)
+            else:
+                interval = now - before
+                intervals[interval] = intervals.get(interval, 0) + 1
+            last_token[request_id] = now
+        for interval, count in intervals.items():
+            self._itl.observe(interval, count)
+
+    def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
+        is_cumulative = request.sampling_params.output_kind is RequestOutputKind.CUMULATIVE
+        if output.finished or not is_cumulative:
+            self._ends.update(c.finish_reason for c in output.outputs if c.finish_reason)
+        if not output.finished:
+            return
+        for core_request in request.core_requests:
+            self._last_token.pop(core_request.request_id, None)
+        self._prompt.observe(len(request.prompt_token_ids))
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        if output.metrics is not None:
+            self._observe_times(output.metrics, request.sampling_params.n)
+
+    def _observe_times(self, metrics: RequestMetrics, n: int) -> None:
+        self._generation.observe(metrics.num_generation_tokens)
+        if (latency := metrics.e2e_latency) is not None:
+            self._e2e.observe(latency)
+        if (waited := metrics.time_in_queue) is not None:
+            self._queue.observe(waited)
+        scheduled, first, last = (
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.last_token_time,
+        )
+        if scheduled is None or first is None or last is None:
+            return
+        self._prefill.observe(first - scheduled)
+        self._decode.observe(last - first)
+        self._inference.observe(last - scheduled)
+        if (later_tokens := metrics.num_generation_tokens / n - 1) > 0:
+            self._per_token.observe((last - first) / later_tokens)
+
+    # ---- what is read ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[metrics.Metric]:
+        stats = self._stats if self._num_unfinished() else SchedulerStats()
+        labels = {"model_name": self.model_name, "engine": "0"}
+
+        def gauge(name: str, text: str, value: float, **more: str) -> metrics.Gauge:
+            return metrics.Gauge(PREFIX + name, labels | more, value, text=text)
+
+        def counter(name: str, text: str) -> metrics.Counter:
+            return metrics.Counter(PREFIX + name, labels, self._counts[name], text=text)
+
+        return [
+            gauge("num_requests_running", "Requests that run", stats.num_running),
+            gauge("num_requests_waiting", "Requests that wait", stats.num_waiting),
+            gauge("kv_cache_usage_perc", "Used share of the KV cache", stats.kv_cache_usage),
+            gauge(
+                "num_compilations",
+                "Programs compiled after start-up; not 0 means that requests had to wait for them",
+                self._stats.num_compilations,
+            ),
+            counter("num_preemptions", "Requests put back to be recomputed"),
+            counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache"),
+            counter("prefix_cache_hits", "Prompt tokens found there"),
+            counter("prompt_tokens", "Prompt tokens of finished requests"),
+            counter("generation_tokens", "Tokens generated"),
+            *(
+                metrics.Counter(
+                    f"{PREFIX}request_success",
+                    labels | {"finished_reason": reason},
+                    self._ends[reason],
+                    text="Completions that ended, by reason",
+                )
+                for reason in _REASONS
+            ),
+            *(histogram.snapshot(labels) for histogram in self._histograms),
+            gauge("cache_config_info", "The KV cache", 1, **self._cache_labels()),
+        ]
+
+    def _cache_labels(self) -> dict[str, str]:
+        cache = self._config.cache
+        return {
+            "block_size": str(cache.block_size),
+            "cache_dtype": cache.dtype or self._config.model.dtype,
+            "num_gpu_blocks": str(self._num_blocks),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        }
