@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, sampling_params
+from jaxinfer.config_file import add_config_flag, read_config
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
-from jaxinfer.server.args import add_server_args, listen_args, server_settings
+from jaxinfer.server.args import (
+    add_batch_args,
+    add_server_args,
+    batch_settings,
+    listen_args,
+    server_settings,
+)
 
 _GENERATE_MAX_TOKENS = 128
 _CHAT_MAX_TOKENS = 1024
@@ -21,7 +31,12 @@ _SERVE_DEFAULTS: dict[str, Any] = dict(warmup="all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser, commands = _parser()
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        read_config(commands, argv)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
     parsed = parser.parse_args(argv)
     if parsed.version:
         print(_version())
@@ -53,7 +68,8 @@ def _complain(error: Exception, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by their names."""
     parser = argparse.ArgumentParser(
         prog="jaxinfer", description="LLM inference in JAX.", allow_abbrev=False
     )
@@ -64,8 +80,14 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = _command(commands, "serve", _serve, "answer OpenAI-compatible HTTP requests")
     serve.set_defaults(log_level="info")
+    add_config_flag(serve)
     add_engine_args(serve, leave_out={"served_model_name"}, **_SERVE_DEFAULTS)
     add_server_args(serve)
+
+    batch = _command(commands, "run-batch", _run_batch, "answer the requests of a batch file")
+    add_config_flag(batch)
+    add_engine_args(batch, leave_out={"served_model_name"}, model_is_flag=True)
+    add_batch_args(batch)
 
     generate = _command(commands, "generate", _generate, "complete prompts")
     add_engine_args(generate)
@@ -97,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     convert.add_argument("--download-dir", help="where downloads are kept")
-    return parser
+    return parser, dict(commands.choices)
 
 
 def _command(
@@ -199,14 +221,50 @@ def _chat(parsed: argparse.Namespace) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     args = engine_args(parsed, **_SERVE_DEFAULTS)
     settings, listen = server_settings(parsed, args), listen_args(parsed)
-    try:
+    with _needs_server_extra():
         from jaxinfer.remote_core import core_command
         from jaxinfer.server.serve import serve
+    return serve(args, settings, listen, core_command(parsed.log_level))
+
+
+def _run_batch(parsed: argparse.Namespace) -> int:
+    args = engine_args(parsed)
+    settings = batch_settings(parsed, args)
+    source, target = Path(parsed.input_file), Path(parsed.output_file)
+    if not source.is_file():
+        raise ValueError(f"input_file: there is no file {source}.")
+    if target.exists() and source.samefile(target):
+        raise ValueError("output_file must be another file than input_file.")
+    with _needs_server_extra():
+        from jaxinfer.server.run_batch import run_batch
+    from jaxinfer.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(args)
+    try:
+        counts = asyncio.run(
+            run_batch(
+                llm,
+                settings,
+                source,
+                target,
+                parsed.max_concurrency,
+                show_progress=sys.stderr.isatty(),
+            )
+        )
+    finally:
+        llm.shutdown()
+    print(f"{counts.num_requests} requests, {counts.num_failed} failed.", file=sys.stderr)
+    return 1 if counts.num_failed else 0
+
+
+@contextlib.contextmanager
+def _needs_server_extra() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ValueError(
             f"the server needs {error.name}; install it with pip install 'jaxinfer[server]'."
         ) from error
-    return serve(args, settings, listen, core_command(parsed.log_level))
 
 
 def _convert(parsed: argparse.Namespace) -> int:

@@ -79,10 +79,17 @@ _SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_engine_args(
-    parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any
+    parser: argparse.ArgumentParser,
+    leave_out: Collection[str] = (),
+    *,
+    model_is_flag: bool = False,
+    **defaults: Any,
 ) -> None:
     """`defaults` replace those of `EngineArgs` in the help text; `engine_args` takes them too."""
-    parser.add_argument("model", help="model id, folder or file")
+    if model_is_flag:
+        parser.add_argument("--model", required=True, help="model id, folder or file")
+    else:
+        parser.add_argument("model", help="model id, folder or file")
     hints = typing.get_type_hints(EngineArgs)
     names = {field.name for field in dataclasses.fields(EngineArgs)} - {"model", *leave_out}
     described = {name for group in _GROUPS.values() for name in group}

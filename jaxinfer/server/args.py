@@ -51,13 +51,7 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"keys that open /v1; without, everything is open (or ${API_KEY_VARIABLE})",
     )
-    listen.add_argument(
-        "--served-model-name",
-        dest="served_model_names",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in requests, the first in answers (default: MODEL)",
-    )
+    _add_model_names(listen)
     listen.add_argument(
         "--max-num-queued-reqs",
         type=int,
@@ -78,21 +72,7 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         help="start a new engine core when one dies; without, /health stays 503",
     )
 
-    chat = parser.add_argument_group("chat")
-    chat.add_argument("--chat-template", metavar="TEMPLATE", help="a file, or the template itself")
-    chat.add_argument(
-        "--default-chat-template-kwargs",
-        type=_json(dict),
-        default={},
-        metavar="JSON",
-        help="variables for the template, which requests may override",
-    )
-    chat.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="let requests bring templates of their own",
-    )
-    chat.add_argument("--response-role", default="assistant", help="(default: %(default)s)")
+    _add_chat_args(parser)
 
     http = parser.add_argument_group("HTTP")
     http.add_argument("--root-path", default="", help="path under which a proxy serves this")
@@ -152,6 +132,52 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_batch_args(parser: argparse.ArgumentParser) -> None:
+    """Of `jaxinfer run-batch`."""
+    batch = parser.add_argument_group("batch")
+    for short, name, text in (
+        ("-i", "input-file", "requests, a JSON object per line, in OpenAI's batch format"),
+        ("-o", "output-file", "where answers are written, a line each, as they come"),
+    ):
+        batch.add_argument(short, f"--{name}", required=True, metavar="FILE", help=text)
+    batch.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="most requests under way (default: twice --max-num-seqs)",
+    )
+    _add_model_names(batch)
+    _add_chat_args(parser)
+
+
+def _add_model_names(section: Any) -> None:
+    section.add_argument(
+        "--served-model-name",
+        dest="served_model_names",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests, the first in answers (default: MODEL)",
+    )
+
+
+def _add_chat_args(parser: argparse.ArgumentParser) -> None:
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat-template", metavar="TEMPLATE", help="a file, or the template itself")
+    chat.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json(dict),
+        default={},
+        metavar="JSON",
+        help="variables for the template, which requests may override",
+    )
+    chat.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring templates of their own",
+    )
+    chat.add_argument("--response-role", default="assistant", help="(default: %(default)s)")
+
+
 def listen_args(parsed: argparse.Namespace) -> ListenArgs:
     """Raises `ValueError` for what can't be listened on."""
     if not 0 <= parsed.port < 65536:
@@ -173,9 +199,8 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         )
     key = os.environ.get(API_KEY_VARIABLE)
     return ServerSettings(
-        served_model_name=tuple(parsed.served_model_names or [args.model]),
+        **_model_and_chat(parsed, args),
         api_key=tuple(parsed.api_key or ([key] if key else [])),
-        chat_template=_chat_template(parsed.chat_template),
         allowed_origins=tuple(parsed.allowed_origins),
         allowed_methods=tuple(parsed.allowed_methods),
         allowed_headers=tuple(parsed.allowed_headers),
@@ -184,9 +209,6 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         **{
             name: getattr(parsed, name)
             for name in (
-                "default_chat_template_kwargs",
-                "trust_request_chat_template",
-                "response_role",
                 "allow_credentials",
                 "enable_request_id_headers",
                 "enable_force_include_usage",
@@ -196,6 +218,22 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
             )
         },
     )
+
+
+def batch_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSettings:
+    """Raises `ValueError` for a template that can't be found, and for no concurrency at all."""
+    if parsed.max_concurrency is not None and parsed.max_concurrency < 1:
+        raise ValueError(f"max_concurrency must be at least 1, got {parsed.max_concurrency}.")
+    return ServerSettings(**_model_and_chat(parsed, args))
+
+
+def _model_and_chat(parsed: argparse.Namespace, args: EngineArgs) -> dict[str, Any]:
+    names = ("default_chat_template_kwargs", "trust_request_chat_template", "response_role")
+    return {
+        "served_model_name": tuple(parsed.served_model_names or [args.model]),
+        "chat_template": _chat_template(parsed.chat_template),
+        **{name: getattr(parsed, name) for name in names},
+    }
 
 
 def _is_set(variable: str) -> bool:

@@ -16,6 +16,7 @@ import openai
 import pydantic
 import pytest
 
+from jaxinfer.server.args import DEV_MODE_VARIABLE
 from tests.server.server_process import ServerProcess, server_process
 
 pytestmark = pytest.mark.real
@@ -37,11 +38,13 @@ def server(smollm2_gguf: Path) -> Iterator[ServerProcess]:
         "--warmup",
         "lazy",
     ]
+    os.environ[DEV_MODE_VARIABLE] = "1"
     limits += ["--logits-processors", "tests.server.boost_processor:boost"]
     names = f"--served-model-name {MODEL} --api-key secret".split()
     with server_process(
         ["-m", "jaxinfer", "serve", str(smollm2_gguf), "--port", "0", *limits, *names]
     ) as server:
+        del os.environ[DEV_MODE_VARIABLE]
         yield server
 
 
@@ -188,6 +191,56 @@ def test_structured_outputs(client: openai.OpenAI):
             },
         )
     assert caught.value.param == "response_format"
+
+
+def test_beam_search(client: openai.OpenAI):
+    fields = dict(prompt="The capital of France is", max_tokens=4, n=3, model=MODEL)
+    beams = {"use_beam_search": True, "ignore_eos": True}
+    found = client.completions.create(**fields, extra_body=beams)
+    assert len({choice.text for choice in found.choices}) == 3
+    assert found.usage.completion_tokens == 12 and found.usage.prompt_tokens > 0
+    chat = dict(messages=QUESTION, max_tokens=4, n=2, model=MODEL)
+    first, second = client.chat.completions.create(**chat, extra_body=beams).choices
+    assert first.message.content != second.message.content
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**fields, extra_body=beams, stream=True)
+    assert caught.value.param == "stream"
+
+
+def test_a_timeout_is_an_error_that_is_not_tried_again(server: ServerProcess):
+    impatient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=3)
+    fields = dict(prompt="Once", max_tokens=200, model=MODEL)
+    body = {"timeout": 0.1, "ignore_eos": True}
+    before = time.monotonic()
+    with pytest.raises(openai.InternalServerError, match="timeout of 0.1 seconds") as caught:
+        impatient.completions.create(**fields, extra_body=body)
+    assert caught.value.status_code == 504 and time.monotonic() - before < 5
+    with pytest.raises(openai.APIError, match="timeout of 0.1 seconds"):
+        for _ in impatient.completions.create(**fields, extra_body=body, stream=True):
+            pass
+
+
+def test_masks_that_leave_no_token_are_bad_requests(client: openai.OpenAI):
+    fields = dict(prompt="Once", max_tokens=9, **GREEDY)
+    body = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 4}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+        client.completions.create(**fields, extra_body=body)
+    with pytest.raises(openai.APIError, match="allowed_token_ids") as caught:
+        for _ in client.completions.create(**fields, extra_body=body, stream=True):
+            pass
+    assert caught.value.body["code"] == 400
+
+
+def test_asleep_and_awake(server: ServerProcess, client: openai.OpenAI):
+    fields = dict(prompt="Water boils at", max_tokens=6, **GREEDY)
+    before = client.completions.create(**fields).choices[0].text
+    assert httpx.post(f"{server.url}/sleep?level=1", timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
+    with pytest.raises(openai.BadRequestError, match="sleeps"):
+        client.completions.create(**fields)
+    assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
+    assert client.completions.create(**fields).choices[0].text == before
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
 
 
 def test_errors_are_the_clients_own(server: ServerProcess, client: openai.OpenAI):
