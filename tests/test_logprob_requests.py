@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jaxinfer import LLM, FlatLogprobs, SamplingParams
+from jaxinfer import LLM, AsyncLLM, FlatLogprobs, RequestOutputKind, SamplingParams
+from tests.frontend.story_engine import story_engine
 from tests.tiny_llm import SMALL, VOCAB, ids, oracle_logits, tiny_llm_dir
 
 PROMPTS = ["The lazy dog", "fox", "x" * 20]
@@ -80,3 +83,40 @@ def test_flat_logprobs_hold_what_dicts_hold(llm, more, num_entries):
                     assert mine[token].decoded_token == theirs[token].decoded_token
                     assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-5)
     assert ids(PROMPTS[0])[1] in flat[0].prompt_logprobs[1]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_streams_of_flat_logprobs(kind):
+    """Of a fake device, which scores a token by its number."""
+
+    async def use():
+        engine, executor = story_engine()
+        executor.num_logprobs, executor.prompt_logprobs = 3, True
+        llm = AsyncLLM.from_engine(engine)
+        try:
+            params = dict(logprobs=2, prompt_logprobs=1, max_tokens=12, output_kind=kind)
+            collected = []
+            for flat in (False, True):
+                outputs = [
+                    output
+                    async for output in llm.generate(
+                        "once", SamplingParams(**params, flat_logprobs=flat)
+                    )
+                ]
+                collected.append(outputs)
+            return collected
+        finally:
+            llm.shutdown()
+
+    plain, flat = asyncio.run(use())
+    for outputs in (plain, flat):
+        if kind is not RequestOutputKind.DELTA:
+            del outputs[:-1]
+        for later in outputs[1:]:
+            outputs[0].add(later)
+    one, other = plain[0], flat[0]
+    assert isinstance(other.outputs[0].logprobs, FlatLogprobs)
+    assert list(other.outputs[0].logprobs) == one.outputs[0].logprobs
+    assert len(other.outputs[0].logprobs) == 12
+    assert list(other.prompt_logprobs) == one.prompt_logprobs
+    assert other.outputs[0].cumulative_logprob == one.outputs[0].cumulative_logprob

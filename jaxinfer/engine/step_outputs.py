@@ -16,7 +16,7 @@ from jaxinfer.engine.stop_rules import end_of, rows_to_check
 
 NAN_LOGITS = (
     "NaN logits: the model's output for this request is not a number, so no token can be sampled. "
-    "The weights or the dtype are at fault."
+    "The weights, the dtype or a custom logits processor are at fault."
 )
 
 NO_TOKENS: Int32 = np.empty(0, np.int32)

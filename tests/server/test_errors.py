@@ -54,6 +54,9 @@ BAD_COMPLETIONS = [
     ("cache_salt", dict(cache_salt="")),
     ("suffix", dict(suffix="x")),
     ("best_of", dict(best_of=2)),
+    ("length_penalty", dict(length_penalty=2)),
+    ("logprob_token_ids", dict(logprob_token_ids=[99])),
+    ("vllm_xargs", dict(vllm_xargs={"logits_processors": {"x": {}}})),
     ("response_format", dict(response_format={"type": "yaml"})),
     (
         "response_format",

@@ -34,6 +34,9 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(0, 20) | st.booleans(),
     "top_logprobs": st.integers(0, 20),
     "prompt_logprobs": st.integers(0, 20),
+    "logprob_token_ids": st.lists(st.integers(0, 49), max_size=4),
+    "use_beam_search": st.booleans(),
+    "length_penalty": st.floats(-2, 2),
     "echo": st.booleans(),
     "stream": st.booleans(),
     "stop": st.lists(st.text(alphabet="once upo", max_size=3), max_size=3),
@@ -57,15 +60,15 @@ MESSAGES = st.lists(
 
 def bodies(model: type, required: str, good: st.SearchStrategy[Any]) -> st.SearchStrategy[dict]:
     """A required field that is mostly good, and a few others, each plausible or junk."""
-    junk = st.tuples(st.sampled_from(sorted(set(model.model_fields) - {required, "model"})), JUNK)
+    # Of a short timeout, 504 is the right answer.
+    others = set(model.model_fields) - {required, "model", "timeout"}
+    junk = st.tuples(st.sampled_from(sorted(others)), JUNK)
     plausible = st.sampled_from(sorted(set(model.model_fields) & PLAUSIBLE.keys())).flatmap(
         lambda name: st.tuples(st.just(name), PLAUSIBLE[name])
     )
     field = plausible | plausible | plausible | junk
-    others = st.lists(field, max_size=4).map(dict)
-    return st.builds(
-        lambda value, rest: {required: value} | rest, good | good | good | JUNK, others
-    )
+    rest = st.lists(field, max_size=4).map(dict)
+    return st.builds(lambda value, rest: {required: value} | rest, good | good | good | JUNK, rest)
 
 
 def test_no_json_is_a_server_error():
@@ -78,10 +81,8 @@ def test_no_json_is_a_server_error():
         async def post(path: str, body: dict[str, Any]) -> None:
             async with asyncio.timeout(20):
                 response = await server.post(path, **body)
-            # The one failure inside the engine that a client can ask for.
-            stuck = "No token may be sampled" in response.text
-            assert response.status_code in (200, 400) or stuck, (path, body, response.text)
-            assert "internal_server_error" not in response.text or stuck, (path, body)
+            assert response.status_code in (200, 400), (path, body, response.text)
+            assert "internal_server_error" not in response.text, (path, body)
             statuses[response.status_code] += 1
 
         def send(path: str, body: dict[str, Any]) -> None:

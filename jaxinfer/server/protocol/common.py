@@ -122,6 +122,8 @@ class GenerationRequest(StructuredFields):
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true.", param="stream_options")
+        if self.length_penalty != 1 and not self.use_beam_search:
+            raise BadRequest("length_penalty needs use_beam_search.", param="length_penalty")
         if self.n is not None and self.n > MAX_N:
             raise BadRequest(f"n must be at most {MAX_N}, got {self.n}.", param="n")
         if self.stream and self.prompt_logprobs is not None:
