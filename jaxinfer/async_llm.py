@@ -6,20 +6,21 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
-from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
+from jaxinfer.engine.messages import EngineCoreOutputs
 from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
 from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
 from jaxinfer.frontend.processor import PreparedRequest, Prompt
 from jaxinfer.frontend.request_state import RequestState
 from jaxinfer.metrics import Metric
-from jaxinfer.outputs import RequestFailedError, RequestOutput
-from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request_stream import RequestStream
+from jaxinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxinfer.frontend.tokenizer import Tokenizer
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 type Connect = Callable[[Callable[[EngineCoreOutputs], None]], EngineCoreClient]
 """Makes a client that calls its argument, in whichever thread, with every step's outputs."""
+
+
+class Observer(Protocol):
+    """Hears of everything that happens. Called in the event loop."""
+
+    def request_added(self, request: PreparedRequest) -> None: ...
+
+    def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
+        """Each output that a request's stream gets; the last one is `finished`, however the request ends."""
+        ...
+
+    def step(self, outputs: EngineCoreOutputs) -> None: ...
 
 
 class AsyncLLM:
@@ -66,6 +79,7 @@ class AsyncLLM:
         self.processor = frontend.processor
         self.token_text = frontend.token_text
         self.metrics = EngineMetrics(frontend.config, lambda: self.num_unfinished, num_blocks)
+        self.observer: Observer = self.metrics
         self._tokenizer = frontend.tokenizer
         self._outputs = OutputProcessor(frontend.token_text)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,8 +141,10 @@ class AsyncLLM:
             self._loop = loop
             # The loop before may have closed with outputs that nobody has handled.
             loop.call_soon(self._handle_outputs)
-        stream = RequestStream(self, prepared)
-        self.metrics.request_added(prepared)
+        stream = RequestStream(
+            prepared, lambda *output: self.observer.request_output(*output), self._close
+        )
+        self.observer.request_added(prepared)
         self._streams.add(stream)
         stream.state = self._outputs.add(prepared, stream.put)
         try:
@@ -225,6 +241,10 @@ class AsyncLLM:
         self._client.shutdown()
         self._outputs.abort(self._outputs.requests())
 
+    def _close(self, stream: RequestStream) -> None:
+        self._streams.discard(stream)
+        self._abort([stream.state])
+
     def _abort(self, requests: list[RequestState]) -> None:
         core_ids = self._outputs.abort(requests)
         if core_ids:
@@ -244,67 +264,10 @@ class AsyncLLM:
             try:
                 outputs = self._arrived.popleft()
                 to_abort = self._outputs.process(outputs)
-                self.metrics.step(outputs)
+                self.observer.step(outputs)
             except Exception as error:  # nobody would hear of it, and everyone would wait
                 for stream in self._streams:
                     stream.fail(error)
                 raise
             if to_abort:
                 self._client.abort_requests(to_abort)
-
-
-class RequestStream:
-    """The outputs of one request, for `async for`. What has come and was not read yet is one output.
-
-    Raises `RequestFailedError` for a request that fails on the way. `close` when done, however it ends.
-    """
-
-    state: RequestState
-
-    def __init__(self, llm: AsyncLLM, request: PreparedRequest) -> None:
-        self.request = request
-        self._llm = llm
-        self._is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        self._is_read = False
-        self._output: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._llm.metrics.request_output(self.request, output)
-        if self._is_delta and self._output is not None:
-            self._output.add(output)
-        else:
-            self._output = output
-        self._ready.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._ready.set()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._is_read:
-            raise StopAsyncIteration
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None:
-            raise self._error
-        output, self._output = self._output, None
-        assert output is not None
-        self._is_read = output.finished
-        _raise_if_failed(output)
-        return output
-
-    def close(self) -> None:
-        """Abort the request if it still runs."""
-        self._llm._streams.discard(self)
-        self._llm._abort([self.state])
-
-
-def _raise_if_failed(output: RequestOutput) -> None:
-    for completion in output.outputs:
-        if completion.finish_reason == str(FinishReason.ERROR):
-            raise RequestFailedError({0: str(completion.stop_reason)}, [output])

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from jaxinfer.async_llm import RequestStream
 from jaxinfer.outputs import CompletionOutput, RequestOutput
+from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import RequestOutputKind
 from jaxinfer.server.beam_search import beam_search, beam_search_params
 from jaxinfer.server.chat_prompt import chat_prompt

@@ -13,9 +13,10 @@ from uuid import uuid4
 
 from fastapi import Request
 
-from jaxinfer.async_llm import AsyncLLM, RequestStream
+from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import ApiError, BadRequest, from_value_error
 from jaxinfer.server.protocol.common import GenerationRequest

@@ -34,7 +34,7 @@ class CompletionRequest(GenerationRequest):
                 f"max_tokens must be at least 1, got {self.max_tokens} (0 is for echo).",
                 param="max_tokens",
             )
-        if self.echo and self.stream and self.logprobs is not None:
+        if self.echo and self.stream and self.num_logprobs is not None:
             raise BadRequest("echo with logprobs can't be streamed.", param="echo")
         if not self.prompts:
             raise BadRequest("prompt must not be empty.", param="prompt")
