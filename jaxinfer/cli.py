@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ _SERVE_DEFAULTS: dict[str, Any] = dict(warmup="all")
 def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     argv = sys.argv[1:] if argv is None else list(argv)
+    # Where modules may lie that flags name, also when this wasn't started by `python -m`.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         read_config(commands, argv)
     except (ValueError, OSError) as error:

@@ -58,6 +58,42 @@ def test_unreadable_flags(flags, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
+def test_middleware_is_found_in_the_current_directory(monkeypatch, tmp_path, capsys):
+    seen = []
+    monkeypatch.setattr(
+        "jaxinfer.server.serve.serve", lambda args, settings, *others: seen.append(settings) or 0
+    )
+    (tmp_path / "stamps_of_mine.py").write_text(
+        "class Stamp: ...\nasync def stamp(request, call_next): ...\ndef plain(): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    flags = ["--middleware", "stamps_of_mine:Stamp", "--middleware", "stamps_of_mine:stamp"]
+    assert cli.main(["serve", "m", *flags, "--enable-log-requests"]) == 0
+    [settings] = seen
+    assert [added.__name__ for added in settings.middleware] == ["Stamp", "stamp"]
+    assert settings.enable_log_requests
+    for wrong, text in (
+        ("stamps_of_mine:plain", "neither a class nor a coroutine function"),
+        ("stamps_of_mine", "must have the form MODULE:OBJECT"),
+        ("stamps_of_mine:none", "can't import 'stamps_of_mine:none'"),
+    ):
+        assert cli.main(["serve", "m", "--middleware", wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_the_development_mode_comes_from_the_environment(monkeypatch):
+    for value, mode in ((None, False), ("0", False), ("1", True)):
+        if value is None:
+            monkeypatch.delenv(server_args.DEV_MODE_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(server_args.DEV_MODE_VARIABLE, value)
+        assert settings_of().dev_mode is mode
+    monkeypatch.setenv(server_args.DEV_MODE_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
+        settings_of()
+
+
 def test_serve_compiles_everything_first_unless_told_otherwise(monkeypatch):
     seen = []
     monkeypatch.setattr(
