@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.bench.args import add_bench_commands
 from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, sampling_params
 from jaxinfer.config_file import add_config_flag, read_config
 from jaxinfer.engine.errors import EngineDeadError
@@ -111,6 +113,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--message", metavar="TEXT", help="answer this one message and exit")
     add_sampling_args(chat)
+
+    bench = commands.add_parser("bench", help="measure an engine or a server", allow_abbrev=False)
+    kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    add_bench_commands(partial(_command, kinds))
 
     convert = _command(commands, "convert", _convert, "write a checkpoint that loads faster")
     convert.add_argument("model", help="model id, folder or file")

@@ -161,7 +161,7 @@ def _add_flag(
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["type"] = {int: _integer, dict: _json_object}.get(kind, kind)
+        options["type"] = {int: _integer, dict: json_object}.get(kind, kind)
         options["choices"] = choices
         if choices is None:
             options["metavar"] = {int: "N", float: "X", dict: "JSON"}.get(kind, "TEXT")
@@ -227,7 +227,7 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
