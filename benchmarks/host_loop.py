@@ -30,6 +30,8 @@ from jaxinfer.config import (
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.engine.plan import StepPlan, StepResult, TokenMask
+from jaxinfer.engine.stats import DeviceMemory
+from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.sampling_params import SamplingParams
@@ -70,10 +72,14 @@ class NoDevice:
         )
         self.num_blocks = num_blocks
         self.num_compilations = 0
+        self.step_costs = StepCosts(3e9, 1e8, 1e4, 6e9, 4096.0, ((None, 32),))
         self.packing = 0.0
         self._batch = InputBatch(
             limits.max_num_seqs, config.max_blocks_per_seq, config.cache.block_size, ladder
         )
+
+    def device_memory(self) -> DeviceMemory:
+        return DeviceMemory(0, 1)
 
     def execute_model(self, plan: StepPlan) -> None:
         self.plan = plan

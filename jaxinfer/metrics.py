@@ -18,7 +18,7 @@ class Metric:
 class Counter(Metric):
     """Only grows. Prometheus reads it as `name` with `_total` behind it."""
 
-    value: int
+    value: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from jaxinfer.engine.plan import SLEEP_TAGS, Executor, StepHandle
 from jaxinfer.engine.request import check_request
 from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.stats import HostSeconds, SchedulerStats
 from jaxinfer.engine.token_masks import TokenMaskBuilder
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words, min_toke
 CALLS = ("reset_prefix_cache", "sleep", "wake_up", "is_sleeping")
 _GRAMMAR_WAIT_SECONDS = 0.01
 """How long a step waits when there is nothing to do but compile: those who step the core want to pass on messages."""
+_MEMORY_SECONDS = 1.0
+"""How often the device is asked for its memory."""
 
 
 class EngineCore:
@@ -51,6 +55,8 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs = EngineCoreOutputs()
         self._failed: list[FinishedRequest] = []
+        self._seconds = HostSeconds()
+        self._next_memory = 0.0
         self._cause_of_death: BaseException | None = None
 
     @property
@@ -177,13 +183,18 @@ class EngineCore:
 
     def _launch(self) -> bool:
         """Plan a step and start it on the device. False when there is nothing to compute."""
+        start = time.perf_counter()
+        reading = 0.0
         try:
             step = self.scheduler.schedule()
             if step is None:
                 return False
+            planned = time.perf_counter()
             self._executor.execute_model(step.plan)
             if self._masks.needs_output(step):
+                reading = time.perf_counter()
                 self._read_oldest()
+                reading = time.perf_counter() - reading
             mask, stuck = self._masks.build(step)
             self._in_flight.append((step, self._executor.sample_tokens(mask)))
             if self._config.scheduler.grammar_jump_ahead:
@@ -192,6 +203,8 @@ class EngineCore:
             # Nobody knows how much of the step has begun.
             self._die(error)
             raise
+        self._seconds.schedule += planned - start
+        self._seconds.launch += time.perf_counter() - planned - reading
         self.scheduler.finish(stuck)
         self._failed += [
             FinishedRequest(r.request_id, FinishReason.ERROR, NO_TOKEN_LEFT, True) for r in stuck
@@ -201,11 +214,25 @@ class EngineCore:
     def _read_oldest(self) -> None:
         step, handle = self._in_flight[0]
         # An interrupt may end the wait: the step stays in flight until its result is here.
+        start = time.perf_counter()
         result = handle.result()
+        waited = time.perf_counter()
         self._in_flight.popleft()
         self._outputs = self.scheduler.update(step, result)
+        self._seconds.wait += waited - start
         if self._outputs.stats is not None:
-            self._outputs.stats.num_compilations = self._executor.num_compilations
+            self._complete(self._outputs.stats, step, waited)
+
+    def _complete(self, stats: SchedulerStats, step: ScheduledStep, waited: float) -> None:
+        """With what the scheduler doesn't know. `waited`: when the step's result was here."""
+        stats.num_compilations = self._executor.num_compilations
+        stats.work = self._executor.step_costs.work(step.plan)
+        now = time.perf_counter()
+        if now >= self._next_memory:
+            self._next_memory = now + _MEMORY_SECONDS
+            stats.memory = self._executor.device_memory()
+        self._seconds.update += now - waited
+        stats.seconds, self._seconds = self._seconds, HostSeconds()
 
     def check_alive(self) -> None:
         """Raises `EngineDeadError` when a step has failed. Thread-safe."""

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.step_costs import StepCosts
 
 Int32 = npt.NDArray[np.int32]
 """A one-dimensional int32 array; its length is given by an axis letter where it is used."""
@@ -156,6 +160,11 @@ class Executor(Protocol):
     def num_compilations(self) -> int:
         """Programs that were compiled since the executor was ready: requests had to wait for them."""
         ...
+
+    @property
+    def step_costs(self) -> StepCosts: ...
+
+    def device_memory(self) -> DeviceMemory: ...
 
     def execute_model(self, plan: StepPlan) -> None:
         """Launch the forward pass of `plan`."""

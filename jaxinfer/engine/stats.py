@@ -5,13 +5,40 @@ from __future__ import annotations
 import msgspec
 
 
+class StepWork(msgspec.Struct, array_like=True):
+    """Estimates for one device: floating-point operations, bytes read and written, and the seconds that they take at
+    the device's peaks (0 where those aren't known)."""
+
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+    roofline_seconds: float = 0.0
+
+
+class HostSeconds(msgspec.Struct, array_like=True):
+    """Where the engine core's thread was: planning, giving work to the device, waiting for its results, and bringing
+    the requests up to date with them."""
+
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    update: float = 0.0
+
+
+class DeviceMemory(msgspec.Struct, array_like=True):
+    """Of the first device: bytes in use, and how many of them there may be. On a CPU, the process's and the machine's."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The scheduler after a step: `kv_cache_usage` is the used share of the block pool, in [0, 1];
     `num_scheduled_tokens` are the step's, `num_preemptions` those since the step before it.
 
     Since then, too: `prefix_cache_queries` tokens of requests that were admitted for the first time and may read the
-    prefix cache, `prefix_cache_hits` of which were found there. `num_compilations` are the executor's since it was
-    ready."""
+    prefix cache, `prefix_cache_hits` of which were found there, and the core's `seconds`. `num_compilations` are the
+    executor's since it was ready; `memory` is there now and then."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -21,3 +48,6 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_compilations: int = 0
+    work: StepWork | None = None
+    seconds: HostSeconds | None = None
+    memory: DeviceMemory | None = None

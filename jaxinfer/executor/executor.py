@@ -14,7 +14,9 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.plan import SLEEP_TAGS, StepHandle, StepPlan, TokenMask
-from jaxinfer.executor import kv_cache
+from jaxinfer.engine.stats import DeviceMemory
+from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.executor import accounting, kv_cache
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logits_processors import LogitsProcessors
@@ -93,6 +95,7 @@ class MeshExecutor:
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
+        self._step_costs = accounting.step_costs(decoder)
         self._asleep: set[str] = set()
         self._kept: list[np.ndarray] | None = None
         self._reload = partial(load, decoder)
@@ -108,6 +111,13 @@ class MeshExecutor:
     def reset_num_compilations(self) -> None:
         """Count from here: a lazily compiled engine has seen the shapes it will meet."""
         self._guard.reset()
+
+    @property
+    def step_costs(self) -> StepCosts:
+        return self._step_costs
+
+    def device_memory(self) -> DeviceMemory:
+        return accounting.device_memory(self.runner.programs.decoder.mesh.local_devices[0])
 
     def execute_model(self, plan: StepPlan) -> None:
         self.runner.execute_model(plan)

@@ -13,6 +13,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.frontend.step_totals import StepTotals
 from jaxinfer.outputs import RequestMetrics, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind
 
@@ -71,6 +72,7 @@ class EngineMetrics:
         self._num_unfinished = num_unfinished
         self._stats = SchedulerStats()
         self._counts: Counter[str] = Counter()
+        self._steps = StepTotals()
         self._ends: Counter[str] = Counter()
         self._last_token: dict[str, float] = {}
         """Per completion: when its last token came, or minus its arrival while there is none."""
@@ -83,6 +85,9 @@ class EngineMetrics:
 
         self._iteration = histogram("iteration_tokens_total", "Tokens per step", _TOKENS_PER_STEP)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request", longest)
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache", longest
+        )
         self._generation = histogram("request_generation_tokens", "Tokens generated", longest)
         self._n = histogram("request_params_n", "The parameter n", (1, 2, 5, 10, 20))
         self._limit = histogram("request_params_max_tokens", "The parameter max_tokens", longest)
@@ -114,6 +119,7 @@ class EngineMetrics:
             for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
                 self._counts[name] += getattr(stats, name)
             self._iteration.observe(stats.num_scheduled_tokens)
+            self._steps.add(stats)
         self._counts["generation_tokens"] += len(outputs.token_ids)
         self._time_tokens(outputs.request_ids, outputs.timestamp)
 
@@ -144,6 +150,8 @@ class EngineMetrics:
             self._last_token.pop(core_request.request_id, None)
         self._prompt.observe(len(request.prompt_token_ids))
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        self._counts["prompt_tokens_cached"] += output.num_cached_tokens
+        self._computed.observe(len(request.prompt_token_ids) - output.num_cached_tokens)
         if output.metrics is not None:
             self._observe_times(output.metrics, request.sampling_params.n)
 
@@ -191,6 +199,7 @@ class EngineMetrics:
             counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache"),
             counter("prefix_cache_hits", "Prompt tokens found there"),
             counter("prompt_tokens", "Prompt tokens of finished requests"),
+            counter("prompt_tokens_cached", "Those of them that weren't computed again"),
             counter("generation_tokens", "Tokens generated"),
             *(
                 metrics.Counter(
@@ -201,6 +210,7 @@ class EngineMetrics:
                 )
                 for reason in _REASONS
             ),
+            *self._steps.snapshot(PREFIX, labels),
             *(histogram.snapshot(labels) for histogram in self._histograms),
             gauge("cache_config_info", "The KV cache", 1, **self._cache_labels()),
         ]

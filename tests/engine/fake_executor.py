@@ -32,11 +32,23 @@ from jaxinfer.engine.plan import (
     StepResult,
     TokenMask,
 )
+from jaxinfer.engine.stats import DeviceMemory
+from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.sampling_params import SamplingParams
 
 VOCAB = 50
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
+STEP_COSTS = StepCosts(
+    token_flops=1000.0,
+    logits_flops=100.0,
+    pair_flops=10.0,
+    weight_bytes=5000.0,
+    kv_bytes=16.0,
+    windows=((None, 2),),
+    peak_flops=1e6,
+    peak_bandwidth=1e6,
+)
 CASCADE = CascadeConfig(min_rows=2, min_tokens=BLOCK_SIZE)
 
 NextToken = Callable[[Sequence[int]], int]
@@ -152,6 +164,7 @@ class FakeExecutor:
         self.config = config
         self.num_blocks = num_blocks
         self.num_compilations = 0
+        self.step_costs = STEP_COSTS
         self.next_token = next_token
         self.plans: list[StepPlan] = []
         self.masks: list[TokenMask | None] = []
@@ -167,6 +180,9 @@ class FakeExecutor:
         self._owner: dict[int, tuple[int, int]] = {}
         self._kv = np.full((num_blocks, config.cache.block_size), -1, np.int64)
         self._generation = 0
+
+    def device_memory(self) -> DeviceMemory:
+        return DeviceMemory(3000, 4000)
 
     def execute_model(self, plan: StepPlan) -> None:
         assert not self.asleep

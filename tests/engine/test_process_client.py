@@ -25,7 +25,7 @@ from jaxinfer.engine.messages import (
     TokenLogprobs,
 )
 from jaxinfer.engine.process_client import CoreProcess, ProcessClient
-from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine.stats import DeviceMemory, HostSeconds, SchedulerStats, StepWork
 from tests.engine.fake_executor import Collected, alone, make_config, make_request
 
 LIMIT = 30.0
@@ -223,7 +223,15 @@ def test_messages_survive_the_wire():
         [FinishedRequest("a", FinishReason.STOP, 5)],
         [Admission("a", 1.5)],
         2.5,
-        SchedulerStats(num_running=1, kv_cache_usage=0.5, num_preemptions=4, num_compilations=5),
+        SchedulerStats(
+            num_running=1,
+            kv_cache_usage=0.5,
+            num_preemptions=4,
+            num_compilations=5,
+            work=StepWork(1.5, 2.0, 3.0, 0.25),
+            seconds=HostSeconds(0.1, 0.2, 0.3, 0.4),
+            memory=DeviceMemory(3, 4),
+        ),
     )
     args = EngineArgs("m", hf_overrides={"a": [1, {"b": None}]}, max_num_seqs=3)
     for kind, message in (

@@ -90,6 +90,8 @@ def test_metrics_count_what_happened():
     assert tokens >= values["request_generation_tokens_sum"] >= 8 + 5
     assert values["inter_token_latency_seconds_count"] <= tokens - 6
     assert values["iteration_tokens_total_sum"] >= 10
+    assert values["prompt_tokens_cached_total"] == 0
+    assert values["request_prefill_kv_computed_tokens_sum"] == 10
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert values[name] == 0
     assert values["num_compilations"] == 0

@@ -1,0 +1,74 @@
+"""What the model and the device are, in the numbers that metrics are made of."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import jax
+import numpy as np
+
+from jaxinfer.engine.stats import DeviceMemory
+from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.parallel.mesh import tensor_parallel_size
+from kernels_pallas.gpu_target import TARGETS
+
+_BITS_OF_PEAK = 16
+"""The peaks are those of 16-bit matrix products."""
+
+
+def step_costs(decoder: FunctionalDecoder) -> StepCosts:
+    """Per device: with tensor parallelism, each has an equal share of everything but what a step reads of weights,
+    which is what lies there."""
+    spec = decoder.spec
+    num_devices = tensor_parallel_size(decoder.mesh)
+    dtype_bytes, kv_dtype_bytes = decoder.dtype.itemsize, decoder.kv_dtype.itemsize
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = spec.embed_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * spec.embed_dim * spec.mlp_dim
+    num_layers = len(spec.layers)
+    windows = Counter(layer.sliding_window for layer in spec.layers)
+    target = _target(decoder.mesh.devices.flat[0])
+    has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
+    return StepCosts(
+        token_flops=2 * num_layers * (attention + mlp) / num_devices,
+        logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
+        pair_flops=4 * heads / num_devices,
+        weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
+        kv_bytes=2 * kv_heads * kv_dtype_bytes / num_devices,
+        windows=tuple(windows.items()),
+        peak_flops=target.bf16_flops_per_second if has_peak and target else None,
+        peak_bandwidth=target.bytes_per_second if has_peak and target else None,
+    )
+
+
+def device_memory(device: jax.Device) -> DeviceMemory:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return DeviceMemory(int(stats.get("bytes_in_use", 0)), int(stats["bytes_limit"]))
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/statm") as statm:
+        resident = int(statm.read().split()[1]) * page
+    return DeviceMemory(resident, os.sysconf("SC_PHYS_PAGES") * page)
+
+
+def _read_leaves(decoder: FunctionalDecoder) -> list[jax.ShapeDtypeStruct]:
+    """All but an embedding that isn't the head too: of it, a step reads its tokens' rows."""
+    return [
+        leaf
+        for path, leaf in decoder.leaves.items()
+        if path != ("embed",) or decoder.spec.tied_head
+    ]
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def _target(device: jax.Device):
+    for target in TARGETS.values():
+        if target.device_name == device.device_kind:
+            return target
+    return None
