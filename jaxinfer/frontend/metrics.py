@@ -66,7 +66,6 @@ class EngineMetrics:
         self, config: EngineConfig, num_unfinished: Callable[[], int], num_blocks: int | None
     ) -> None:
         self.model_name = config.model.served_model_name or config.model.model
-        """The label of all metrics."""
         self._config = config
         self._num_blocks = num_blocks
         self._num_unfinished = num_unfinished
@@ -176,9 +175,14 @@ class EngineMetrics:
 
     # ---- what is read ------------------------------------------------------------------------------------------------
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of all metrics."""
+        return {"model_name": self.model_name, "engine": "0"}
+
     def snapshot(self) -> list[metrics.Metric]:
         stats = self._stats if self._num_unfinished() else SchedulerStats()
-        labels = {"model_name": self.model_name, "engine": "0"}
+        labels = self.labels
 
         def gauge(name: str, text: str, value: float, **more: str) -> metrics.Gauge:
             return metrics.Gauge(PREFIX + name, labels | more, value, text=text)

@@ -20,7 +20,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = Serving(llm, settings)
     llm.metrics.model_name = serving.model
-    metrics = Metrics(llm.metrics)
+    metrics = Metrics(llm.metrics, lambda: llm.check_health())
     for router in (
         completions.router(serving),
         chat.router(serving),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import (
@@ -21,14 +21,18 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from jaxinfer import metrics
-from jaxinfer.frontend.metrics import EngineMetrics
+from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.frontend.metrics import PREFIX, EngineMetrics
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics(Collector):
-    def __init__(self, engine: EngineMetrics) -> None:
+    """`check_health` raises `EngineDeadError` when the engine has died."""
+
+    def __init__(self, engine: EngineMetrics, check_health: Callable[[], None]) -> None:
         self._engine = engine
+        self._check_health = check_health
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -41,12 +45,21 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
-        for metric in self._engine.snapshot():
+        for metric in [self._is_up(), *self._engine.snapshot()]:
             family = families.get(metric.name)
             if family is None:
                 family = families[metric.name] = _family(metric)
             _add(family, metric)
         yield from families.values()
+
+    def _is_up(self) -> metrics.Gauge:
+        try:
+            self._check_health()
+            is_up = 1
+        except EngineDeadError:
+            is_up = 0
+        text = "1, or 0 when the engine core has died"
+        return metrics.Gauge(f"{PREFIX}engine_up", self._engine.labels, is_up, text=text)
 
     def describe(self) -> Iterable[Family]:
         """Nothing is checked for duplicates at registration."""

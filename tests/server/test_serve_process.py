@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -141,6 +142,7 @@ def test_a_killed_core_fails_what_runs_and_turns_health_to_503(model_dir):
         assert response.status_code == 500 and "killed" in error_of(response)["message"]
         assert [r.status_code for r in after] == [503, 503]
         assert 'finished_reason="error",model_name="' in metrics
+        assert re.search(r"jaxinfer:engine_up{.*} 0.0", metrics)
         assert server.stop() == 0
 
 

@@ -94,7 +94,7 @@ def test_metrics_count_what_happened():
     assert values["request_prefill_kv_computed_tokens_sum"] == 10
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert values[name] == 0
-    assert values["num_compilations"] == 0
+    assert values["num_compilations"] == 0 and values["engine_up"] == 1
     assert values["cache_config_info"] == 1 and 'num_gpu_blocks="400"' in text
 
 
