@@ -12,15 +12,18 @@ from jaxinfer.server import chat, completions, dev_mode, errors, middleware, sta
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
+from jaxinfer.server.tracing import Observers, TraceContext, Tracing
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """The application over an engine that runs. It leaves the engine's shutdown to its caller."""
+def build_app(llm: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
+    """The application over an engine that runs. It leaves the shutdown of the engine and of `tracing` to its caller."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = Serving(llm, settings)
     llm.metrics.model_name = serving.model
     metrics = Metrics(llm.metrics, lambda: llm.check_health())
+    if tracing is not None:
+        llm.observer = Observers(llm.metrics, tracing)
     for router in (
         completions.router(serving),
         chat.router(serving),
@@ -34,6 +37,8 @@ def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     # The last one added sees a request first.
     app.add_middleware(middleware.ActiveRequests, serving=serving)
     app.add_middleware(middleware.BodyLimit, max_bytes=settings.max_body_bytes)
+    if tracing is not None:
+        app.add_middleware(TraceContext)
     if settings.api_key:
         app.add_middleware(middleware.ApiKeys, keys=settings.api_key)
     if settings.enable_request_id_headers:

@@ -74,6 +74,13 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
 
     _add_chat_args(parser)
 
+    traces = parser.add_argument_group("traces")
+    traces.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span per request to this OpenTelemetry collector; needs jaxinfer[otlp]",
+    )
+
     http = parser.add_argument_group("HTTP")
     http.add_argument("--root-path", default="", help="path under which a proxy serves this")
     for name in ("origins", "methods", "headers"):
@@ -215,6 +222,7 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "disable_fastapi_docs",
                 "enable_log_requests",
                 "max_num_queued_reqs",
+                "otlp_traces_endpoint",
             )
         },
     )

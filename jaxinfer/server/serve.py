@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.config import EngineArgs
@@ -22,6 +23,7 @@ from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
 from jaxinfer.server.restart import restart_when_dead
 from jaxinfer.server.settings import ServerSettings
+from jaxinfer.server.tracing import Tracing, otlp_exporter
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +33,16 @@ def serve(
 ) -> int:
     """Serve until a signal; returns the exit code. `command` runs the engine core (`remote_core.core_command`).
 
-    Raises `OSError` when the address is taken, before anything is loaded, and as `start_remote_engine`.
+    Raises `OSError` when the address is taken and `ValueError` when traces can't be sent, before anything is loaded, and
+    as `start_remote_engine`.
     """
-    with contextlib.closing(_bind(listen)) as bound:
+    with contextlib.closing(_bind(listen)) as bound, _tracing(settings) as tracing:
         engine = start_remote_engine(args, command)
         llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine, settings, listen, bound)
-            server = _Server(_uvicorn_config(llm, settings, listen), ready)
+            app = build_app(llm, settings, tracing)
+            server = _Server(_uvicorn_config(app, listen), ready)
             if listen.restart_engine:
                 server.background.append(partial(restart_when_dead, llm, args, command))
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -107,9 +111,22 @@ def _bind(listen: ListenArgs) -> socket.socket:
     return bound
 
 
-def _uvicorn_config(llm: AsyncLLM, settings: ServerSettings, listen: ListenArgs) -> uvicorn.Config:
+@contextlib.contextmanager
+def _tracing(settings: ServerSettings) -> Iterator[Tracing | None]:
+    if settings.otlp_traces_endpoint is None:
+        yield None
+        return
+    exporter = otlp_exporter(settings.otlp_traces_endpoint)
+    tracing = Tracing(exporter, settings.served_model_name[0])
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()
+
+
+def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(llm, settings),
+        app,
         log_level=listen.uvicorn_log_level,
         access_log=not listen.disable_uvicorn_access_log,
         root_path=listen.root_path,

@@ -12,7 +12,8 @@ class ServerSettings:
 
     `max_num_queued_reqs`: completions that may wait while all `max_num_seqs` run; more are refused with 503.
     `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
-    `server.dev_mode`. `max_body_bytes`: longer bodies are refused with 413.
+    `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
+    `max_body_bytes`: longer bodies are refused with 413.
     """
 
     served_model_name: tuple[str, ...]
@@ -32,4 +33,5 @@ class ServerSettings:
     max_num_queued_reqs: int | None = None
     middleware: tuple[Any, ...] = ()
     dev_mode: bool = False
+    otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 32 * 2**20
