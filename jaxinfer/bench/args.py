@@ -183,10 +183,16 @@ def _result_args(parser: argparse.ArgumentParser) -> None:
         help="count requests that meet all of these: ttft, tpot, e2el, in milliseconds",
     )
     group.add_argument(
+        "--percentile-metrics",
+        default="ttft,tpot,itl,e2el",
+        metavar="NAME,…",
+        help="latencies to report (default: %(default)s)",
+    )
+    group.add_argument(
         "--metric-percentiles",
         default="50,90,99",
         metavar="P,…",
-        help="of every latency (default: %(default)s)",
+        help="of each of them (default: %(default)s)",
     )
     group.add_argument("--save-result", action="store_true", help="write a JSON file")
     group.add_argument("--save-detailed", action="store_true", help="with figures per request")

@@ -24,8 +24,9 @@ def summarize(
     duration: float,
     percentiles: Sequence[float],
     slos: Mapping[str, float] | None = None,
+    names: Sequence[str] = tuple(LATENCIES),
 ) -> dict[str, Any]:
-    """`slos`: limits in ms, by the names in `SLOS`; a request is good when it meets all of them. Throughput is per
+    """`names`: which latencies. `slos`: limits in ms, by the names in `SLOS`; a request is good when it meets all of them. Throughput is per
     second of `duration`, latencies are in ms and of requests that succeeded (None where there are none)."""
     done = [t for t in timelines if t.error is None]
     num_prompt = sum(t.num_prompt_tokens for t in done)
@@ -44,8 +45,9 @@ def summarize(
     }
     if slos:
         figures["request_goodput"] = sum(_is_good(t, slos) for t in done) / duration
-    for name, values in latencies(done).items():
-        figures |= _distribution(name, values, percentiles)
+    values = latencies(done)
+    for name in names:
+        figures |= _distribution(name, values[name], percentiles)
     return figures
 
 
@@ -110,7 +112,19 @@ def percentile_list(text: str) -> list[float]:
     return values
 
 
-def text_of(figures: Mapping[str, Any], percentiles: Sequence[float]) -> str:
+def latency_names(text: str) -> list[str]:
+    """From `ttft,itl`. Raises `ValueError` for another name."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in LATENCIES]:
+        raise ValueError(f"percentile_metrics may hold {tuple(LATENCIES)}, got {unknown}.")
+    return names
+
+
+def text_of(
+    figures: Mapping[str, Any],
+    percentiles: Sequence[float],
+    names: Sequence[str] = tuple(LATENCIES),
+) -> str:
     """The figures for people."""
     rows = [
         ("requests that succeeded", f"{figures['completed']}"),
@@ -130,8 +144,8 @@ def text_of(figures: Mapping[str, Any], percentiles: Sequence[float]) -> str:
     lines = [f"{name:<28}{value:>14}" for name, value in rows]
     keys = ["mean", *(f"p{p:g}" for p in percentiles)]
     lines += ["", f"{'latency in ms':<28}" + "".join(f"{key:>14}" for key in keys)]
-    for name, meaning in LATENCIES.items():
+    for name in names:
         values = [figures[f"{key}_{name}_ms"] for key in keys]
         cells = "".join(f"{'-' if v is None else f'{v:.2f}':>14}" for v in values)
-        lines.append(f"{f'{meaning} ({name})':<28}{cells}")
+        lines.append(f"{f'{LATENCIES[name]} ({name})':<28}{cells}")
     return "\n".join(lines)

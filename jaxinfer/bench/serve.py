@@ -31,7 +31,7 @@ from jaxinfer.bench.options import (
     traffic_args,
 )
 from jaxinfer.bench.plot import write_plot
-from jaxinfer.bench.report import goodput_limits, percentile_list, summarize, text_of
+from jaxinfer.bench.report import goodput_limits, latency_names, percentile_list, summarize, text_of
 from jaxinfer.bench.timeline import Timeline
 from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.weights.resolve import resolve_model
@@ -58,6 +58,7 @@ async def measure(
     rng = np.random.default_rng([dataset.seed, 1])  # not the stream that the prompts came from
     arrivals = arrival_times(len(requests), traffic.request_rate, traffic.burstiness, rng)
     async with http_client(target.base_url, target.headers) as http:
+        await http.get("/v1/models")  # loads what the HTTP client loads when first used
         client = StreamingClient(http, target.endpoint, target.model, target.fields)
         if traffic.num_warmups:
             # Other prompts than those that count, which mustn't find themselves in the prefix cache.
@@ -74,6 +75,7 @@ def run(parsed: argparse.Namespace) -> int:
     """0, or 1 when a request failed."""
     dataset, traffic = dataset_args(parsed), traffic_args(parsed)
     slos, percentiles = goodput_limits(parsed.goodput), percentile_list(parsed.metric_percentiles)
+    names = latency_names(parsed.percentile_metrics)
     metadata = dict(_pair("metadata", text) for text in parsed.metadata or ())
     base_url = (parsed.base_url or f"http://{parsed.host}:{parsed.port}").rstrip("/")
     headers = dict(_pair("header", text) for text in parsed.header or ())
@@ -92,8 +94,8 @@ def run(parsed: argparse.Namespace) -> int:
     progress = not parsed.disable_tqdm and sys.stderr.isatty()
     timelines, duration = asyncio.run(measure(target, dataset, traffic, tokenizer, progress))
     _count_missing(timelines, tokenizer)
-    figures = summarize(timelines, duration, percentiles, slos)
-    print(text_of(figures, percentiles))
+    figures = summarize(timelines, duration, percentiles, slos, names)
+    print(text_of(figures, percentiles, names))
     result = _settings(parsed, target, dataset, traffic) | metadata | figures
     if parsed.save_detailed:
         result |= _details(timelines)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -53,7 +56,7 @@ def serve(url, model_dir, tmp_path, monkeypatch):
         where = ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
         code = cli.main([*command, *where, *flags])
         after = metrics(url)
-        grown = {name: after[name] - before[name] for name in after}
+        grown = {name: after[name] - before.get(name, 0) for name in after}
         return code, json.loads((tmp_path / "r.json").read_text()), grown
 
     return run
@@ -121,8 +124,13 @@ def test_requests_that_fail_are_counted_and_the_others_measured(serve, tmp_path,
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)))
     code, result, _ = serve(
-        "--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "6"
+        *("--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "6"),
+        *("--percentile-metrics", "ttft,e2el", "--metric-percentiles", "75"),
     )
+    assert {k for k in result if k.endswith("_ms") and k.startswith("p")} == {
+        "p75_ttft_ms",
+        "p75_e2el_ms",
+    }
     assert code == 1 and (result["completed"], result["failed"]) == (3, 3)
     assert result["total_output_tokens"] == 15 and result["input_lens"][:1] == [4]
     assert "HTTP 400" in result["errors"][1] and result["errors"][0] is None
@@ -147,6 +155,7 @@ def test_a_server_that_is_not_there_or_wants_a_key(url, model_dir, capsys, monke
         (["--metadata", "x"], "metadata must be NAME=VALUE"),
         (["--num-prompts", "0"], "num_prompts"),
         (["--metric-percentiles", "x"], "metric_percentiles"),
+        (["--percentile-metrics", "ttft,latency"], "percentile_metrics may hold"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_sent(flags, message, capsys):
@@ -264,6 +273,12 @@ def test_offline_flags_that_can_not_be(engine, capsys):
     assert "batch_size must be at least 1" in capsys.readouterr().err and not engine
 
 
+def test_the_client_loads_no_jax():
+    """It would take seconds, and a GPU's memory."""
+    code = "import jaxinfer.bench.sweep, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 # ---- sweep -----------------------------------------------------------------------------------------------------------
 
 
@@ -291,8 +306,8 @@ def test_the_rate_is_bisected_down_to_the_limit():
 
 
 def test_a_sweep_starts_servers_and_ends_them(tmp_path, monkeypatch, capsys):
-    """The second one can't start."""
-    started = []
+    """Over a real model, whose server counts the same. The second server can't start."""
+    started, counted = [], []
     popen = bench_server.subprocess.Popen
 
     def start(command, **kwargs):
@@ -301,7 +316,14 @@ def test_a_sweep_starts_servers_and_ends_them(tmp_path, monkeypatch, capsys):
         started.append(popen(command, **kwargs))
         return started[-1]
 
+    @contextmanager
+    def watched(*args):
+        with bench_server.server_process(*args) as url:
+            yield url
+            counted.append(metrics(url))
+
     monkeypatch.setattr(bench_server.subprocess, "Popen", start)
+    monkeypatch.setattr("jaxinfer.bench.sweep.server_process", watched)
     out = tmp_path / "sweep.json"
     command = ["bench", "sweep", "--model", str(tiny_llm_dir()), "--max-num-seqs", "4", "2"]
     command += ["--max-num-batched-tokens", "16", "--p99-limit", "e2el:600000", "ttft:600000"]
@@ -314,6 +336,13 @@ def test_a_sweep_starts_servers_and_ends_them(tmp_path, monkeypatch, capsys):
     best, failed = found["trials"]
     assert found["best"] == best and best["figures"]["total_output_tokens"] == 24
     assert (best["max_num_seqs"], best["max_num_batched_tokens"]) == (4, 16)
+    [server] = counted
+    assert server["prompt_tokens_total", None] == best["figures"]["total_input_tokens"] == 48
+    assert server["generation_tokens_total", None] == 24
+    assert server["request_success_total", "length"] == 6
+    ttft = server["time_to_first_token_seconds_sum", None] / 6
+    assert best["figures"]["mean_ttft_ms"] >= 1e3 * ttft
+    assert server["engine_steps_total", None] >= 5
     assert failed["figures"] is None and "block_size must be at least 1" in failed["error"]
     text = capsys.readouterr().out
     assert "best: --max-num-seqs 4 --max-num-batched-tokens 16" in text and "p99 ttft" in text
