@@ -72,6 +72,7 @@ class NoDevice:
         )
         self.num_blocks = num_blocks
         self.num_compilations = 0
+        self.asleep = frozenset()
         self.step_costs = StepCosts(3e9, 1e8, 1e4, 6e9, 4096.0, ((None, 32),))
         self.packing = 0.0
         self._batch = InputBatch(
