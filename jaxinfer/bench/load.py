@@ -17,7 +17,7 @@ async def run_load(
     requests: Sequence[BenchRequest],
     arrivals: Sequence[float],
     max_concurrency: int | None = None,
-    on_done: Callable[[], None] = lambda: None,
+    on_done: Callable[[], object] = lambda: None,
 ) -> tuple[list[Timeline], float]:
     """Timelines in the requests' order, and the seconds from the start until the last request ended.
 

@@ -98,20 +98,26 @@ class Traffic:
 
 
 def dataset_args(parsed: argparse.Namespace) -> DatasetArgs:
-    names = [name for name in DatasetArgs.__slots__ if hasattr(parsed, name)]
-    fields = {name: getattr(parsed, name) for name in names}
-    is_chat = parsed.backend == "openai-chat" or (parsed.endpoint or "").endswith(
-        "/chat/completions"
-    )
-    for short, names in (
-        ("input_len", ("random_input_len", "prefix_repetition_suffix_len")),
-        ("output_len", ("random_output_len", "prefix_repetition_output_len")),
+    """`input_len` and `output_len` stand for the lengths of whichever dataset it is."""
+    fields = {
+        name: getattr(parsed, name) for name in DatasetArgs.__slots__ if hasattr(parsed, name)
+    }
+    for value, names in (
+        (parsed.input_len, ("random_input_len", "prefix_repetition_suffix_len")),
+        (
+            parsed.output_len,
+            (
+                "random_output_len",
+                "prefix_repetition_output_len",
+                "sharegpt_output_len",
+                "custom_output_len",
+            ),
+        ),
     ):
-        if getattr(parsed, short) is not None:
-            fields |= dict.fromkeys(names, getattr(parsed, short))
-    if parsed.output_len is not None:
-        fields |= dict(sharegpt_output_len=parsed.output_len, custom_output_len=parsed.output_len)
-    return DatasetArgs(**fields | {"as_text": is_chat})
+        if value is not None:
+            fields |= dict.fromkeys(names, value)
+    endpoint = parsed.endpoint or BACKENDS.get(parsed.backend, "")
+    return DatasetArgs(**fields | {"as_text": endpoint.endswith("/chat/completions")})
 
 
 def traffic_args(parsed: argparse.Namespace) -> Traffic:

@@ -66,9 +66,7 @@ async def measure(
             warmups = make_requests(others, tokenizer)
             await run_load(client, warmups, [0.0] * len(warmups), traffic.max_concurrency)
         with tqdm(total=len(requests), disable=not progress, unit="req") as bar:
-            return await run_load(
-                client, requests, arrivals, traffic.max_concurrency, lambda: bar.update() and None
-            )
+            return await run_load(client, requests, arrivals, traffic.max_concurrency, bar.update)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -101,7 +99,7 @@ def run(parsed: argparse.Namespace) -> int:
         result |= _details(timelines)
     if parsed.save_result or parsed.save_detailed:
         print(f"\n{_save(parsed, result)}")
-    if parsed.plot:
+    if parsed.plot and figures["completed"]:
         write_plot(Path(parsed.plot), timelines, f"{target.model}, {dataset.dataset_name}")
         print(parsed.plot)
     errors = [t.error for t in timelines if t.error is not None]

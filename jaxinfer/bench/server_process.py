@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ _STOP_SECONDS = 30.0
 
 @contextmanager
 def server_process(arguments: Sequence[str], start_timeout: float) -> Iterator[str]:
-    """Runs `python -m jaxinfer serve` with these arguments on a free port; the URL when it is ready.
+    """Runs `python -m jaxinfer serve` with these arguments on a free port, without a key; the URL when it is ready.
 
     Raises `OSError` with the end of its log when it ends or isn't ready within `start_timeout` seconds.
     """
@@ -24,6 +25,7 @@ def server_process(arguments: Sequence[str], start_timeout: float) -> Iterator[s
     command.append("--disable-uvicorn-access-log")
     process = subprocess.Popen(
         command,
+        env={name: value for name, value in os.environ.items() if name != "JAXINFER_API_KEY"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
