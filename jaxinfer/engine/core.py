@@ -226,7 +226,7 @@ class EngineCore:
     def _complete(self, stats: SchedulerStats, step: ScheduledStep, waited: float) -> None:
         """With what the scheduler doesn't know. `waited`: when the step's result was here."""
         stats.num_compilations = self._executor.num_compilations
-        stats.work = self._executor.step_costs.work(step.plan)
+        stats.work = self._executor.step_costs.work(step.plan, stats.num_scheduled_tokens)
         now = time.perf_counter()
         if now >= self._next_memory:
             self._next_memory = now + _MEMORY_SECONDS

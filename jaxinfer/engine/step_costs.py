@@ -36,20 +36,25 @@ class StepCosts:
     peak_flops: float | None = None
     peak_bandwidth: float | None = None
 
-    def work(self, plan: StepPlan) -> StepWork:
-        """A token in the middle of its row's new ones stands for all of them where a window cuts off their contexts."""
-        counts_r = plan.num_scheduled.astype(np.float64)
-        num_tokens = float(counts_r.sum())
-        ends_r = counts_r + plan.num_computed
-        seen_r = ends_r - 0.5 * (counts_r - 1)
+    def work(self, plan: StepPlan, num_tokens: int) -> StepWork:
+        """`num_tokens` are the plan's, which whoever calls has counted. A token in the middle of its row's new ones
+        stands for all of them where a window cuts off their contexts."""
         pairs = keys = 0.0
-        for window, num_layers in self.windows:
-            if window is None:
-                pairs += num_layers * float(counts_r @ seen_r)
-                keys += num_layers * float(ends_r.sum())
-            else:
-                pairs += num_layers * float(counts_r @ np.minimum(seen_r, window))
-                keys += num_layers * float(np.minimum(ends_r, counts_r + (window - 1)).sum())
+        if num_tokens == len(plan.num_scheduled):  # a token per row, as in most steps
+            for window, num_layers in self.windows:
+                seen_r = plan.num_computed
+                if window is not None:
+                    seen_r = np.minimum(seen_r, window - 1)
+                keys += num_layers * (int(seen_r.sum()) + num_tokens)
+            pairs = keys
+        else:
+            counts_r = plan.num_scheduled.astype(np.float64)
+            ends_r = counts_r + plan.num_computed
+            middles_r = ends_r - 0.5 * (counts_r - 1)
+            for window, num_layers in self.windows:
+                limit = np.inf if window is None else window
+                pairs += num_layers * float(counts_r @ np.minimum(middles_r, limit))
+                keys += num_layers * float(np.minimum(ends_r, counts_r + (limit - 1)).sum())
         num_sampled = float(np.count_nonzero(plan.samples))
         num_layers = sum(number for _, number in self.windows)
         flops = num_tokens * self.token_flops + num_sampled * self.logits_flops

@@ -54,16 +54,18 @@ def test_decodes_and_chunks_within_or_beyond_a_window(windows):
         plan([1, 1, 1], [9, 0, 3], [True, True, False]),
         plan([1, 6], [5, 8], [True, False]),
     ):
-        work = costs.work(given)
+        work = costs.work(given, given.num_tokens)
         assert (work.flops, work.read_bytes, work.write_bytes) == pytest.approx(brute(costs, given))
         assert work.roofline_seconds == 0
 
 
 def test_counts_beyond_32_bits():
     costs = StepCosts(**COSTS, windows=((None, 1),))
-    work = costs.work(plan([8192] * 4, [1_000_000] * 4, [False] * 4))
+    work = costs.work(plan([8192] * 4, [1_000_000] * 4, [False] * 4), 4 * 8192)
     pairs = 4 * sum(range(1_000_001, 1_008_193))
     assert work.flops == pytest.approx(3 * pairs + 7 * 4 * 8192)
+    work = costs.work(plan([1] * 5000, [1_000_000] * 5000, [False] * 5000), 5000)
+    assert work.flops == 3 * 5000 * 1_000_001 + 7 * 5000
 
 
 def test_the_roofline_is_the_slower_of_both():
@@ -71,8 +73,8 @@ def test_the_roofline_is_the_slower_of_both():
     slow_memory = StepCosts(**COSTS, windows=((None, 1),), peak_flops=1e9, peak_bandwidth=10.0)
     given = plan([2], [3], [True])
     flops, read, written = brute(slow_math, given)
-    assert slow_math.work(given).roofline_seconds == pytest.approx(flops / 10)
-    assert slow_memory.work(given).roofline_seconds == pytest.approx((read + written) / 10)
+    assert slow_math.work(given, 2).roofline_seconds == pytest.approx(flops / 10)
+    assert slow_memory.work(given, 2).roofline_seconds == pytest.approx((read + written) / 10)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -80,7 +82,9 @@ def test_every_step_reports_its_own_work(overlap):
     core, executor = make_core(overlap=overlap)
     found = run(core, [make_request("a", 9, max_tokens=4), make_request("b", 3, max_tokens=7)])
     reported = [outputs.stats for outputs in found.outputs if outputs.stats is not None]
-    assert [stats.work for stats in reported] == list(map(executor.step_costs.work, executor.plans))
+    assert [stats.work for stats in reported] == [
+        executor.step_costs.work(plan, plan.num_tokens) for plan in executor.plans
+    ]
     assert all(stats.seconds.wait >= 0 and stats.seconds.update > 0 for stats in reported)
     assert sum(stats.seconds.schedule for stats in reported) > 0
     assert reported[0].memory is not None and reported[1].memory is None
