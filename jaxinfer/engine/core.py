@@ -24,6 +24,7 @@ from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import HostSeconds, SchedulerStats
 from jaxinfer.engine.token_masks import TokenMaskBuilder
+from jaxinfer.engine.work_meter import WorkMeter
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs = EngineCoreOutputs()
         self._failed: list[FinishedRequest] = []
+        self._work = WorkMeter(executor.step_costs)
         self._seconds = HostSeconds()
         self._next_memory = 0.0
         self._cause_of_death: BaseException | None = None
@@ -226,7 +228,7 @@ class EngineCore:
     def _complete(self, stats: SchedulerStats, step: ScheduledStep, waited: float) -> None:
         """With what the scheduler doesn't know. `waited`: when the step's result was here."""
         stats.num_compilations = self._executor.num_compilations
-        stats.work = self._executor.step_costs.work(step.plan, stats.num_scheduled_tokens)
+        stats.work = self._work.step(step, stats.num_scheduled_tokens)
         now = time.perf_counter()
         if now >= self._next_memory:
             self._next_memory = now + _MEMORY_SECONDS

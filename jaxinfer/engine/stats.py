@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class StepWork(msgspec.Struct, array_like=True):
+class StepWork(msgspec.Struct, array_like=True, gc=False):
     """Estimates for one device: floating-point operations, bytes read and written, and the seconds that they take at
     the device's peaks (0 where those aren't known)."""
 
@@ -15,7 +15,7 @@ class StepWork(msgspec.Struct, array_like=True):
     roofline_seconds: float = 0.0
 
 
-class HostSeconds(msgspec.Struct, array_like=True):
+class HostSeconds(msgspec.Struct, array_like=True, gc=False):
     """Where the engine core's thread was: planning, giving work to the device, waiting for its results, and bringing
     the requests up to date with them."""
 
@@ -25,7 +25,7 @@ class HostSeconds(msgspec.Struct, array_like=True):
     update: float = 0.0
 
 
-class DeviceMemory(msgspec.Struct, array_like=True):
+class DeviceMemory(msgspec.Struct, array_like=True, gc=False):
     """Of the first device: bytes in use, and how many of them there may be. On a CPU, the process's and the machine's."""
 
     used_bytes: int

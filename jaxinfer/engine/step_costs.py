@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,32 +36,48 @@ class StepCosts:
     peak_flops: float | None = None
     peak_bandwidth: float | None = None
 
+    num_layers: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_layers", sum(number for _, number in self.windows))
+
     def work(self, plan: StepPlan, num_tokens: int) -> StepWork:
         """`num_tokens` are the plan's, which whoever calls has counted. A token in the middle of its row's new ones
         stands for all of them where a window cuts off their contexts."""
-        pairs = keys = 0.0
-        if num_tokens == len(plan.num_scheduled):  # a token per row, as in most steps
-            for window, num_layers in self.windows:
-                seen_r = plan.num_computed
-                if window is not None:
-                    seen_r = np.minimum(seen_r, window - 1)
-                keys += num_layers * (int(seen_r.sum()) + num_tokens)
-            pairs = keys
+        if num_tokens == len(plan.num_scheduled):
+            pairs = keys = float(self._seen_by_decodes(plan, num_tokens))
         else:
-            counts_r = plan.num_scheduled.astype(np.float64)
-            ends_r = counts_r + plan.num_computed
-            middles_r = ends_r - 0.5 * (counts_r - 1)
-            for window, num_layers in self.windows:
-                limit = np.inf if window is None else window
-                pairs += num_layers * float(counts_r @ np.minimum(middles_r, limit))
-                keys += num_layers * float(np.minimum(ends_r, counts_r + (limit - 1)).sum())
-        num_sampled = float(np.count_nonzero(plan.samples))
-        num_layers = sum(number for _, number in self.windows)
-        flops = num_tokens * self.token_flops + num_sampled * self.logits_flops
-        flops += pairs * self.pair_flops
+            pairs, keys = self._seen(plan)
+        flops = num_tokens * self.token_flops + pairs * self.pair_flops
+        flops += int(np.count_nonzero(plan.samples)) * self.logits_flops
         read = self.weight_bytes + keys * self.kv_bytes
-        written = num_tokens * num_layers * self.kv_bytes
-        seconds = 0.0
-        if self.peak_flops is not None and self.peak_bandwidth is not None:
-            seconds = max(flops / self.peak_flops, (read + written) / self.peak_bandwidth)
-        return StepWork(flops, read, written, seconds)
+        written = num_tokens * self.num_layers * self.kv_bytes
+        return StepWork(flops, read, written, self.seconds(flops, read + written))
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """At the device's peaks; 0 where they aren't known."""
+        if self.peak_flops is None or self.peak_bandwidth is None:
+            return 0.0
+        return max(flops / self.peak_flops, num_bytes / self.peak_bandwidth)
+
+    def _seen_by_decodes(self, plan: StepPlan, num_rows: int) -> int:
+        """Keys, over all layers, that rows with a token each see."""
+        seen = 0
+        for window, num_layers in self.windows:
+            before_r = plan.num_computed
+            if window is not None:
+                before_r = np.minimum(before_r, window - 1)
+            seen += num_layers * (int(before_r.sum()) + num_rows)
+        return seen
+
+    def _seen(self, plan: StepPlan) -> tuple[float, float]:
+        """Over all layers, pairs of a token and a key that it sees, and keys that a row's tokens see together."""
+        counts_r = plan.num_scheduled.astype(np.float64)
+        ends_r = counts_r + plan.num_computed
+        middles_r = ends_r - 0.5 * (counts_r - 1)
+        pairs = keys = 0.0
+        for window, num_layers in self.windows:
+            limit = np.inf if window is None else window
+            pairs += num_layers * float(counts_r @ np.minimum(middles_r, limit))
+            keys += num_layers * float(np.minimum(ends_r, counts_r + (limit - 1)).sum())
+        return pairs, keys

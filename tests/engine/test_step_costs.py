@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 import numpy as np
 import pytest
 
 from jaxinfer.engine.plan import StepPlan
 from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.engine.work_meter import WorkMeter
 from tests.engine.fake_executor import make_core, make_request, run
 
 
@@ -78,13 +82,22 @@ def test_the_roofline_is_the_slower_of_both():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_every_step_reports_its_own_work(overlap):
-    core, executor = make_core(overlap=overlap)
-    found = run(core, [make_request("a", 9, max_tokens=4), make_request("b", 3, max_tokens=7)])
+@pytest.mark.parametrize("windows", [((None, 2),), ((6, 1), (None, 1))])
+def test_every_step_reports_its_own_work(overlap, windows):
+    """Requests come and go, so that batches go on decoding, change, and mix with prompts."""
+    core, executor = make_core(overlap=overlap, num_blocks=20)
+    costs = StepCosts(**COSTS, windows=windows, peak_flops=1e5, peak_bandwidth=1e4)
+    core._work = WorkMeter(costs)
+    sizes = [(9, 14), (3, 7), (20, 4), (2, 11), (5, 5), (1, 9), (17, 3)]
+    requests = [make_request(f"{i}", n, max_tokens=m) for i, (n, m) in enumerate(sizes)]
+    found = run(core, requests)
     reported = [outputs.stats for outputs in found.outputs if outputs.stats is not None]
-    assert [stats.work for stats in reported] == [
-        executor.step_costs.work(plan, plan.num_tokens) for plan in executor.plans
-    ]
+    plans = executor.plans
+    repeated = [a.rows is b.rows for a, b in itertools.pairwise(plans)]
+    assert len(reported) == len(plans) and 3 < sum(repeated) < len(plans) - 3
+    for stats, given in zip(reported, plans, strict=True):
+        expected = costs.work(given, given.num_tokens)
+        assert msgspec.to_builtins(stats.work) == pytest.approx(msgspec.to_builtins(expected))
     assert all(stats.seconds.wait >= 0 and stats.seconds.update > 0 for stats in reported)
     assert sum(stats.seconds.schedule for stats in reported) > 0
     assert reported[0].memory is not None and reported[1].memory is None
