@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer import cli
+from jaxinfer.cli_args import add_engine_args
+from jaxinfer.server.args import add_server_args
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -23,6 +25,15 @@ def instructions() -> list[tuple[str, str]]:
     text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
     return [(name, rest) for name, rest in lines]
+
+
+def serve_flags(arguments: list[str]) -> argparse.Namespace:
+    command, *flags = arguments
+    assert command == "serve"
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_args(parser, leave_out={"served_model_name"})
+    add_server_args(parser)
+    return parser.parse_args(flags)
 
 
 def unit() -> RawConfigParser:
@@ -64,8 +75,8 @@ def test_the_images_entry_point_is_a_command_line():
     (entry,) = [rest for name, rest in instructions() if name == "ENTRYPOINT"]
     program, *flags = re.findall(r'"([^"]*)"', entry)
     assert program == "jaxinfer"
-    parsed = cli._parser().parse_args([*flags, "MODEL"])
-    assert (parsed.command, parsed.model, parsed.host) == ("serve", "MODEL", "0.0.0.0")
+    parsed = serve_flags([*flags, "MODEL"])
+    assert (parsed.model, parsed.host) == ("MODEL", "0.0.0.0")
 
 
 def test_the_unit_runs_the_command_and_restarts_it():
@@ -79,8 +90,8 @@ def test_the_unit_runs_the_command_and_restarts_it():
     for name, value in environment.items():
         command = command.replace(f"${name}", value)
     program, *arguments = shlex.split(command)
-    parsed = cli._parser().parse_args(arguments)
-    assert program == "/opt/jaxinfer/bin/jaxinfer" and parsed.command == "serve"
+    parsed = serve_flags(arguments)
+    assert program == "/opt/jaxinfer/bin/jaxinfer"
     assert parsed.model == environment["MODEL"] and parsed.restart_engine
     assert service["Restart"] == "on-failure" and service["KillMode"] == "mixed"
     assert int(service["TimeoutStopSec"].rstrip("s")) > parsed.shutdown_timeout
