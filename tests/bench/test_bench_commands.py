@@ -327,9 +327,10 @@ def test_a_sweep_starts_servers_and_ends_them(tmp_path, monkeypatch, capsys):
     out = tmp_path / "sweep.json"
     command = ["bench", "sweep", "--model", str(tiny_llm_dir()), "--max-num-seqs", "4", "2"]
     command += ["--max-num-batched-tokens", "16", "--p99-limit", "e2el:600000", "ttft:600000"]
-    command += ["--num-prompts", "6", "--input-len", "8", "--output-len", "4", "--num-warmups", "2"]
+    command += ["--num-prompts", "6", "--input-len", "8", "--output-len", "4"]
+    command += ["--request-rate", "50"]
     command += ["--output-json", str(out), "--serve-args", "--warmup", "lazy"]
-    command += ["--max-model-len", "48", "--block-size", "4", "--num-gpu-blocks-override", "60"]
+    command += ["--max-model-len", "48", "--block-size", "4"]
     assert cli.main(command) == 0
     assert [process.poll() is not None for process in started] == [True, True]
     found = json.loads(out.read_text())
