@@ -121,6 +121,9 @@ class EngineConfig:
     compilation: CompilationConfig
     device: Device
     cascade: CascadeConfig = CascadeConfig()
+    deterministic: bool = False
+    """The bits of a request's logits depend neither on who shares its batch nor on how it was computed: in which chunks,
+    after which prefix hits and preemptions."""
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -197,6 +200,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         def at_least(name: str, low: float) -> None:
@@ -295,8 +299,9 @@ class EngineArgs:
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
             device=device,
             cascade=CascadeConfig(
-                not self.disable_cascade_attn,
+                not (self.disable_cascade_attn or self.deterministic),
                 self.cascade_min_rows,
                 self.cascade_min_tokens or CASCADE_MIN_TOKENS[device],
             ),
+            deterministic=self.deterministic,
         )

@@ -41,6 +41,13 @@ def test_when_a_shared_beginning_is_attended_to_once() -> None:
     assert args.create_engine_config(Limits(), "gpu").cascade == CascadeConfig(False, 3, 64)
 
 
+def test_a_deterministic_engine_has_no_shared_attention() -> None:
+    config = EngineArgs("m", deterministic=True).create_engine_config(Limits(), "cpu")
+    assert config.deterministic
+    assert not config.cascade.enabled
+    assert not EngineArgs("m").create_engine_config(Limits(), "cpu").deterministic
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

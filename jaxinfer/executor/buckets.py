@@ -86,12 +86,18 @@ class BucketLadder:
             min_grouped_rows=min_grouped_rows,
         )
 
+    @classmethod
+    def single(cls, num_tokens: int, max_pages: int) -> BucketLadder:
+        """One rung: every step, of up to `num_tokens` tokens, has the same shape."""
+        tokens = (num_tokens,)
+        return cls(decode_rows=(), mixed_tokens=tokens, mixed_rows=tokens, pages=(max_pages,))
+
     def shape(
         self, num_tokens: int, num_rows: int, num_pages: int, *, grouped: bool = False
     ) -> StepShape:
         """The smallest shape that holds the step; `grouped` when rows of a step of decodes share their first pages."""
         pages = _at_least(self.pages, num_pages)
-        if num_tokens == num_rows:
+        if num_tokens == num_rows and self.decode_rows:
             rows = _at_least(self.decode_rows, num_rows)
             grouped = grouped and self._has_groups(rows)
             return StepShape(rows, rows, pages, True, MAX_PREFIX_GROUPS if grouped else 0)

@@ -18,6 +18,7 @@ import jax
 
 from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 from jaxinfer.executor.buckets import BucketLadder, StepShape
+from jaxinfer.executor.deterministic_programs import TILE_TOKENS, DeterministicPrograms
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
@@ -61,7 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 """XLA's own kernels are refused when they spill."""
 
-PROGRAMS = ("decode", "shared_prefix", "mixed", "sample_greedy", "sample_random")
+PROGRAMS = ("decode", "shared_prefix", "mixed", "deterministic", "sample_greedy", "sample_random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Workload:
     """The step that is compiled: `rows` requests of `context` tokens each.
 
     The decode step has one token of each, and so has the one for a shared prefix, of half the context; the mixed step
-    has `mixed_tokens` in all, the last request prefilling a chunk.
+    has `mixed_tokens` in all, the last request prefilling a chunk. A deterministic engine's step has one shape.
     """
 
     rows: int = 64
@@ -89,7 +90,13 @@ class Workload:
     def shared_tokens(self) -> int:
         return self.pages_per_row // 2 * self.page_size
 
+    @property
+    def tile(self) -> BucketLadder:
+        return BucketLadder.single(TILE_TOKENS["gpu"], self.pages_per_row)
+
     def shape(self, program: str) -> StepShape:
+        if program == "deterministic":
+            return next(self.tile.all_shapes())
         tokens = self.mixed_tokens if program == "mixed" else self.rows
         prefixes = MAX_PREFIX_GROUPS if program == "shared_prefix" else 0
         return StepShape(tokens, self.rows, self.pages_per_row, tokens == self.rows, prefixes)
@@ -145,11 +152,14 @@ def model_config(model: str) -> dict[str, Any]:
     return open_checkpoint(resolve_model(model, load_format="dummy")).config()
 
 
-def _programs(decoder: FunctionalDecoder, work: Workload) -> Programs:
+def _programs(decoder: FunctionalDecoder, work: Workload, program: str) -> Programs:
     vocab_size = decoder.spec.vocab_size
-    return Programs(
+    ladder = BucketLadder.create(work.mixed_tokens, work.rows, work.pages_per_row)
+    deterministic = program == "deterministic"
+    programs_class = DeterministicPrograms if deterministic else Programs
+    return programs_class(
         decoder=decoder,
-        ladder=BucketLadder.create(work.mixed_tokens, work.rows, work.pages_per_row),
+        ladder=work.tile if deterministic else ladder,
         cache=ProgramCache(num_threads=1),
         sampler_state=SamplerState(work.rows, vocab_size, replicated(decoder.mesh)),
         num_rows=work.rows,
@@ -162,7 +172,7 @@ def _programs(decoder: FunctionalDecoder, work: Workload) -> Programs:
 def _measure_program(
     decoder: FunctionalDecoder, target: str, work: Workload, program: str
 ) -> dict[str, Any]:
-    programs = _programs(decoder, work)
+    programs = _programs(decoder, work, program)
     shape = work.shape(program)
     lower: Callable[[], jax.stages.Lowered]
     if not program.startswith("sample"):

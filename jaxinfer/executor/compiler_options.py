@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 WHOLE_MATMULS = {"xla_gpu_experimental_force_split_k": 1}
 """Matmuls are cut along their contracted axis where the model asks for it, and nowhere else."""
 
+FIRST_MATMULS = {"xla_gpu_autotune_level": 0}
+"""No kernels are timed: of those that can do a matmul, the first one is taken."""
+
 
 def forward_options(mesh: Mesh) -> dict[str, int] | None:
     """XLA's options for a forward step; None leaves them as they are.
@@ -28,6 +31,17 @@ def forward_options(mesh: Mesh) -> dict[str, int] | None:
     if device.platform not in ("gpu", "cuda") or not hopper(device.device_kind):
         return None
     return WHOLE_MATMULS if _accepts(mesh, tuple(WHOLE_MATMULS.items())) else None
+
+
+def deterministic_options(mesh: Mesh) -> dict[str, int]:
+    """XLA's options for the programs of a deterministic engine.
+
+    XLA picks a GPU's matmul kernels by timing them while it compiles, and the winner of a close race may change from one
+    compilation to the next, and with it the bits.
+    """
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return {}
+    return FIRST_MATMULS if _accepts(mesh, tuple(FIRST_MATMULS.items())) else {}
 
 
 @functools.lru_cache(maxsize=8)

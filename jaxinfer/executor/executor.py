@@ -18,6 +18,8 @@ from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.executor import accounting, kv_cache
 from jaxinfer.executor.buckets import BucketLadder
+from jaxinfer.executor.deterministic_programs import TILE_TOKENS, DeterministicPrograms
+from jaxinfer.executor.deterministic_runner import DeterministicRunner
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.model_runner import ModelRunner
@@ -69,13 +71,9 @@ class MeshExecutor:
             sum(map(_device_bytes, leaves)) / 2**30,
             time.perf_counter() - start,
         )
-        ladder = BucketLadder.create(
-            config.scheduler.max_num_batched_tokens,
-            config.scheduler.max_num_seqs,
-            config.max_blocks_per_seq,
-            _min_grouped_rows(config, spec),
-        )
-        programs = Programs(
+        programs_class = DeterministicPrograms if config.deterministic else Programs
+        ladder = _ladder(config, spec)
+        programs = programs_class(
             decoder=decoder,
             ladder=ladder,
             cache=self._cache,
@@ -167,6 +165,17 @@ def _delete(arrays: object) -> None:
         array.delete()
 
 
+def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
+    if config.deterministic:
+        return BucketLadder.single(TILE_TOKENS[config.device], config.max_blocks_per_seq)
+    return BucketLadder.create(
+        config.scheduler.max_num_batched_tokens,
+        config.scheduler.max_num_seqs,
+        config.max_blocks_per_seq,
+        _min_grouped_rows(config, spec),
+    )
+
+
 def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
     """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window
     always attend row by row."""
@@ -214,7 +223,8 @@ def _create_runner(
     num_rows, block_size = programs.num_rows, programs.block_size
     # Too few blocks are the engine core's to refuse: it knows what a request needs.
     shapes = programs.decoder.kv_cache_shapes(max(programs.num_blocks, 1), block_size)
-    return ModelRunner(
+    runner_class = DeterministicRunner if config.deterministic else ModelRunner
+    return runner_class(
         programs=programs,
         leaves=leaves,
         kv_cache=kv_cache.allocate(shapes),

@@ -38,7 +38,7 @@ class LaunchedStep:
             token_ids = np.asarray(self.token_ids)[: self.num_rows]
         prompt_logprobs = {}
         if self.prompt_scores is not None:
-            scores = _logprob_arrays(self.prompt_scores)
+            scores = logprob_arrays(self.prompt_scores)
             for r, span in self.prompt_spans.items():
                 prompt_logprobs[r] = LogprobArrays(
                     scores.token_ids[span], scores.logprobs[span], scores.ranks[span]
@@ -46,7 +46,7 @@ class LaunchedStep:
         return StepResult(
             token_ids=token_ids,
             invalid=token_ids == INVALID_TOKEN,
-            logprobs=None if self.logprobs is None else _logprob_arrays(self.logprobs),
+            logprobs=None if self.logprobs is None else logprob_arrays(self.logprobs),
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -61,9 +61,14 @@ class ModelRunner:
     last_tokens: jax.Array
     batch: InputBatch
     sampling_rows: SamplingRows
-    _pending: _Forward | None = field(default=None, init=False)
+    _pending: LaunchedForward | None = field(default=None, init=False)
 
     def execute_model(self, plan: StepPlan) -> None:
+        self._take_over(plan)
+        self._pending = self._launch(plan)
+
+    def _take_over(self, plan: StepPlan) -> None:
+        """Bring the mirror of the scheduler's rows up to the plan."""
         for admitted in plan.admitted:
             self.sampling_rows.set_row(
                 admitted.row,
@@ -72,10 +77,12 @@ class ModelRunner:
                 admitted.num_prompt_tokens,
             )
         self.batch.apply(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedForward:
         shape, packed = self.batch.pack(plan)
         out = self.programs.forward(shape)(self.leaves, self.kv_cache, self.last_tokens, packed)
         self.kv_cache = out.kv_cache
-        self._pending = _Forward(plan, shape, out.rows, out.tokens)
+        return LaunchedForward(plan, shape, out.rows, out.tokens)
 
     def sample_tokens(self, mask: TokenMask | None) -> LaunchedStep:
         forward, self._pending = self._pending, None
@@ -118,21 +125,14 @@ class ModelRunner:
     def _head(self) -> jax.Array:
         return self.programs.decoder.head(self.leaves)
 
-    def _score_prompts(self, forward: _Forward) -> tuple[TokenLogprobs | None, dict[int, slice]]:
+    def _score_prompts(
+        self, forward: LaunchedForward
+    ) -> tuple[TokenLogprobs | None, dict[int, slice]]:
         """Launch the logprobs of the prompt tokens that follow this step's positions, where a row asked."""
-        plan, asked = forward.plan, self.sampling_rows.num_prompt_logprobs[forward.plan.rows]
+        asked = self.sampling_rows.num_prompt_logprobs[forward.plan.rows]
         if (asked < 0).all():
             return None, {}
-        targets = np.zeros(forward.shape.num_tokens, np.int32)
-        spans = {}
-        starts = np.cumsum(plan.num_scheduled) - plan.num_scheduled
-        for r in np.flatnonzero(asked >= 0):
-            row = self.batch.admitted[plan.rows[r]]
-            first = int(plan.num_computed[r]) + 1
-            last = min(first + int(plan.num_scheduled[r]), row.num_prompt_tokens)
-            if last > first:
-                spans[int(r)] = span = slice(starts[r], starts[r] + last - first)
-                targets[span] = row.token_ids[first:last]
+        targets, spans = self._prompt_targets(forward, asked >= 0)
         if not spans:
             return None, {}
         rung = self.sampling_rows.logprobs_rung(asked.max())
@@ -142,9 +142,27 @@ class ModelRunner:
             array.copy_to_host_async()
         return scores, spans
 
+    def _prompt_targets(
+        self, forward: LaunchedForward, wanted: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, slice]]:
+        """The prompt tokens [T] that follow the step's positions in the `wanted` [R] rows, and where those of each of
+        these rows are."""
+        plan = forward.plan
+        targets = np.zeros(forward.shape.num_tokens, np.int32)
+        spans: dict[int, slice] = {}
+        starts = np.cumsum(plan.num_scheduled) - plan.num_scheduled
+        for r in np.flatnonzero(wanted):
+            row = self.batch.admitted[plan.rows[r]]
+            first = int(plan.num_computed[r]) + 1
+            last = min(first + int(plan.num_scheduled[r]), row.num_prompt_tokens)
+            if last > first:
+                spans[int(r)] = span = slice(starts[r], starts[r] + last - first)
+                targets[span] = row.token_ids[first:last]
+        return targets, spans
+
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class LaunchedForward:
     """A forward pass that has been launched and waits for its sampling."""
 
     plan: StepPlan
@@ -153,5 +171,5 @@ class _Forward:
     tokens: jax.Array
 
 
-def _logprob_arrays(scores: TokenLogprobs) -> LogprobArrays:
+def logprob_arrays(scores: TokenLogprobs) -> LogprobArrays:
     return LogprobArrays(*(np.asarray(array) for array in scores))

@@ -68,6 +68,8 @@ def forward_step(
     kv_cache: KVCache,
     last_tokens: jax.Array,
     packed: jax.Array,
+    *,
+    batch_invariant: bool = False,
 ) -> ForwardOutput:
     """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated."""
     step = PackedLayout(shape).views(packed)
@@ -82,6 +84,7 @@ def forward_step(
         seq_lens=step["seq_lens"],
         block_tables=step["block_tables"],
         decode_only=shape.decode_only,
+        batch_invariant=batch_invariant,
         shared_prefixes=_shared_prefixes(step) if shape.num_prefixes else None,
     )
     hidden, kv_cache = decoder.forward(leaves, batch, kv_cache)
@@ -112,7 +115,31 @@ def sample_step(
 ) -> SampleResult:
     """Sample a token for each row of `hidden` [R, E] with the parameters in `packed` (see `SamplingRows.gather`);
     `last_tokens` and `state` are donated."""
-    logits = decoder.logits(head, hidden)
+    return sample_logits(
+        features,
+        logprobs_mode,
+        processors,
+        decoder.logits(head, hidden),
+        last_tokens,
+        state,
+        packed,
+        mask_words,
+        logprob_ids,
+    )
+
+
+def sample_logits(
+    features: SamplerFeatures,
+    logprobs_mode: LogprobsMode,
+    processors: LogitsProcessors | None,
+    logits: jax.Array,
+    last_tokens: jax.Array,
+    state: SamplerArrays | None,
+    packed: jax.Array,
+    mask_words: jax.Array | None,
+    logprob_ids: jax.Array | None,
+) -> SampleResult:
+    """`sample_step` given the logits [R, V]."""
     out, state = sample(
         logits,
         packed,

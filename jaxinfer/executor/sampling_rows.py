@@ -162,6 +162,27 @@ class SamplingRows:
         padded[: len(rows)] = rows
         return self._logprob_ids[padded, : logprob_ids_width(num_logprobs)]
 
+    def feature_groups(
+        self, rows: np.ndarray, samples: np.ndarray, masked: np.ndarray
+    ) -> list[tuple[SamplerFeatures, np.ndarray]]:
+        """The sampling ones among `rows`, each with the variant that serves it alone: variants, and which rows [R] take
+        them. `masked[r]`: the step's mask names the row."""
+        asked = self.num_logprobs[rows]
+        rungs = np.where(asked < 0, 0, 1 + np.searchsorted(self._logprobs_rungs, asked))
+        levels = self._levels[rows].astype(np.int64)
+        full = (rungs > 0) | (levels == SamplerLevel.FULL)
+        keys = np.where(full, -1 - 2 * rungs - self._processed[rows], 2 * levels + masked)
+        groups = []
+        for key in np.unique(keys[samples]):
+            members = samples & (keys == key)
+            first = int(np.argmax(members))
+            features = self.features(
+                rows[first : first + 1], np.ones(1, bool), masked=bool(masked[first])
+            )
+            assert features is not None
+            groups.append((features, members))
+        return groups
+
     def logprobs_rung(self, num_logprobs: int) -> int | None:
         """The static number of top logprobs of the program that serves a request for `num_logprobs`."""
         if num_logprobs < 0:

@@ -110,7 +110,12 @@ class Attention(nnx.Module):
             # A window leaves each row a piece of the shared pages of its own, or nothing of them.
             if batch.shared_prefixes is None or self.sliding_window is not None:
                 attended = ragged_paged_attention(
-                    q_tnh, kv_pages, *rows, sliding_window=self.sliding_window, **options
+                    q_tnh,
+                    kv_pages,
+                    *rows,
+                    sliding_window=self.sliding_window,
+                    batch_invariant=batch.batch_invariant,
+                    **options,
                 )
             else:
                 attended = shared_prefix_attention(

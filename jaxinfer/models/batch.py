@@ -33,5 +33,7 @@ class RaggedBatch:
     block_tables: jax.Array
     """[R, P] int32, pages of each row in order; entries past the context are 0."""
     decode_only: bool = field(metadata={"static": True})
+    batch_invariant: bool = field(default=False, metadata={"static": True})
+    """A token's result may depend on its own context alone, to the bit, among batches of one shape."""
     shared_prefixes: SharedPrefixes | None = None
     """First pages that rows have in common, where it pays to attend to them once."""

@@ -56,6 +56,7 @@ def ragged_paged_attention(
     kv_scales: KVScales | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Result:
     """Attention of T tokens, grouped into R requests, over each request's pages.
@@ -85,6 +86,9 @@ def ragged_paged_attention(
             is page_value * k_scale[head].
         return_lse: also return each token's log-sum-exp.
         decode_only: every request owns one token, so T == R and request r is token r.
+        batch_invariant: among calls with arrays of the same shapes, the bits of a token's result depend on its own
+            query, context and position alone: not on who else is in the batch, nor on how many tokens of its request
+            are. Slower for requests with one token.
         implementation: "mosaic_gpu", "xla" or "reference"; None takes the Mosaic GPU kernels where
             they run, on GPUs of compute capability 9.0 and for the shapes that they take, and XLA
             elsewhere. A line in the log says so once.
@@ -108,6 +112,10 @@ def ragged_paged_attention(
         raise ValueError(
             f"implementation must be one of {sorted(_BACKENDS)} or None, got {implementation!r}"
         )
+    if batch_invariant and implementation == "reference":
+        raise ValueError(
+            "implementation \"reference\" can't be batch_invariant: its shapes are the requests'."
+        )
     integers = (block_tables, seq_lens, query_start_loc)
     if not any(isinstance(x, jax.core.Tracer) for x in integers):
         check_batch(
@@ -125,6 +133,8 @@ def ragged_paged_attention(
         "return_lse": return_lse,
         "decode_only": decode_only,
     }
+    if batch_invariant:
+        options["batch_invariant"] = True
 
     def run(backend: Callable[..., Result]) -> Callable[..., Result]:
         def call(*arrays: jax.Array) -> Result:
@@ -139,7 +149,12 @@ def ragged_paged_attention(
         return kernel(*arrays)
     if implementation is None and traced_device_kind("gpu") is None:
         return kernel(*arrays)
-    reason = unsupported(q_tnh, kv_pages[0]) or not_hopper()
+    reason = unsupported(q_tnh, kv_pages[0])
+    if batch_invariant and sliding_window is not None:
+        reason = (
+            reason or "batch_invariant with a sliding_window: key blocks begin in a tile's window"
+        )
+    reason = reason or not_hopper()
     if implementation == "mosaic_gpu":
         if reason is not None:
             raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")

@@ -68,12 +68,13 @@ def prefill_attention(
     tile: int = 32,
     block: int = 8,
     chunk: int = 64,
-    long_chunk: int = 512,
+    long_chunk: int | None = 512,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """q [T, N, H] -> [T, N, H], with return_lse also [T, N]. They mean something for the tokens of requests with
     query_lens > 0 only.
 
-    query_lens [R] is query_start_loc's differences, or 0 for requests that are left out.
+    query_lens [R] is query_start_loc's differences, or 0 for requests that are left out. Where all tokens of a block of
+    tiles see `long_chunk` keys, these are taken at once, in another loop; None: never.
     """
     k_pages, v_pages = kv_pages
     _, num_kv_heads, page_size, head_size = k_pages.shape
@@ -85,8 +86,10 @@ def prefill_attention(
     tile = min(tile, num_tokens)
     chunk_pages = pages_for(chunk, page_size, pages_per_row)
     chunk = chunk_pages * page_size
-    long_ratio = max(long_chunk // chunk, 1)
-    has_long_chunks = sliding_window is None and pages_per_row > chunk_pages * long_ratio
+    long_ratio, has_long_chunks = 1, False
+    if long_chunk is not None and sliding_window is None:
+        long_ratio = max(long_chunk // chunk, 1)
+        has_long_chunks = pages_per_row > chunk_pages * long_ratio
     if not has_long_chunks:
         long_ratio = 1
     block_tables = pad_block_tables(block_tables, chunk_pages * long_ratio)

@@ -112,6 +112,17 @@ def test_a_shared_prefix_is_read_where_it_lies():
 
 
 @needs_compiler
+def test_a_deterministic_step_has_one_attention_kernel_and_no_loops():
+    result = compiled("deterministic", layers=1)
+    assert result["problems"] == []
+    names = {kernel["name"] for kernel in result["mosaic_kernels"]}
+    assert {name for name in names if name.startswith("paged")} == {"paged_prefill"}
+    assert result["num_open_loops"] == 0
+    assert result["memory"]["alias"] == result["cache_bytes"]
+    assert result["moved"] == []
+
+
+@needs_compiler
 def test_sampling_reads_the_head_where_it_lies():
     result = compiled("sample_greedy", layers=1)
     head = 128_256 * E * 2

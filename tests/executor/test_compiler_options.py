@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxinfer.executor import compiler_options
-from jaxinfer.executor.compiler_options import forward_options
+from jaxinfer.executor.compiler_options import deterministic_options, forward_options
 from jaxinfer.parallel.mesh import MODEL_AXIS, make_mesh
 from kernels_pallas.gpu_target import device_mesh, get_target
 from tests.gpu_compiler import needs_compiler
@@ -17,6 +17,7 @@ from tests.gpu_compiler import needs_compiler
 
 def test_a_cpu_gets_none():
     assert forward_options(make_mesh(1)) is None
+    assert deterministic_options(make_mesh(1)) == {}
 
 
 @needs_compiler
@@ -25,6 +26,7 @@ def test_a_hopper_gpu_gets_its_matmuls_whole(num_devices):
     mesh = device_mesh("h200", num_devices, MODEL_AXIS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert forward_options(mesh) == {"xla_gpu_experimental_force_split_k": 1}
+        assert deterministic_options(mesh) == {"xla_gpu_autotune_level": 0}
 
 
 @needs_compiler

@@ -30,6 +30,7 @@ def ragged_paged_attention(
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
+    batch_invariant: bool = False,
     decode_config: DecodeConfig | None = None,
     prefill_config: PrefillConfig | None = None,
     interpret: Any = None,
@@ -60,7 +61,18 @@ def ragged_paged_attention(
     }
     arrays = (q_tnh, kv_pages, block_tables, seq_lens)
     starts = query_start_loc[:-1]
-    if decode_only:
+    if batch_invariant:
+        # The other kernel cuts contexts into parts as the batch has cores left.
+        out_tnh, lse_tn = prefill_attention(
+            *arrays,
+            query_start_loc,
+            query_start_loc[1:] - starts,
+            config=prefill_config or configs.prefill_config(head_size, k_pages.dtype.itemsize),
+            **options,
+        )
+        owned = jnp.arange(num_tokens, dtype=jnp.int32) < query_start_loc[-1]
+        results = (jnp.where(owned[:, None, None], out_tnh, 0), lse_tn)
+    elif decode_only:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         one = jnp.ones_like(tokens)
         results = decode_attention(
