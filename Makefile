@@ -101,7 +101,7 @@ test-main: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-jax-floor: $(FLOOR)/.stamp
-	$(FLOOR)/bin/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks tests/test_smoke.py
+	$(FLOOR)/bin/python -m pytest -m jax_floor $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks tests/test_smoke.py
 
 test-kernels: $(VENV)/.stamp-test
 	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas

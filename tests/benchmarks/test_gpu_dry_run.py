@@ -19,6 +19,7 @@ from benchmarks.gpu.targets import TARGETS
 REPOSITORY = Path(__file__).resolve().parents[2]
 ABSENT = ("zmq", "fastapi", "uvicorn", "starlette", "gguf", "llguidance")
 """Packages that the machine with the GPU lacks and that `vendor.sh` doesn't bring."""
+pytestmark = pytest.mark.jax_floor
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
