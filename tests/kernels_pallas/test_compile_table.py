@@ -103,6 +103,8 @@ def case_that_runs(module: str) -> Case:
     cases = [c for c in spread(all_claims()) if c.operation == Path(module).parts[0]]
     if "dequant" in module:
         cases = [c for c in cases if c.cache_dtype != c.dtype]
+    if "prefill" in module:
+        cases = [c for c in cases if "paged_prefill" in OPERATIONS[c.operation].expected(c)]
     return cases[0]
 
 
