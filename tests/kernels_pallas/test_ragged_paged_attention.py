@@ -93,6 +93,7 @@ def test_chunk_onto_a_long_context(geometry):
     check(batch, geometry, "float32")
 
 
+@pytest.mark.jax_floor
 def test_half_precision_and_tiny_shapes():
     geometry = Geometry(4, 2, 1, 8)
     batch = make_batch(
