@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rows": [(200, 8), (130, 1), (90, 2)],
             "group": 8,
             "kv_heads": 2,
-            "sliding_window": 70,
+            "sliding_window": 120,
             "soft_cap": 5.0,
             "sinks": True,
             "return_lse": True,
