@@ -22,12 +22,14 @@ def run_case(case: dict[str, Any], configs: dict[str, dict[str, Any]]) -> dict[s
         scale=case.head_size**-0.5,
         sliding_window=case.sliding_window,
         soft_cap=case.soft_cap,
+        return_lse=case.return_lse,
         decode_only=case.decode_only,
         decode_config=DecodeConfig(**configs["decode_config"]),
         prefill_config=PrefillConfig(**configs["prefill_config"]),
         interpret=interpret_params(),
     )
     positional = [array for name, array in arrays.items() if name != "query_lens"]
-    out = jax.jit(attend)(*positional)
-    compared = batches.compared(case, arrays, options, out, zeros=True)
+    results = jax.jit(attend)(*positional, **options)
+    out, lse = results if case.return_lse else (results, None)
+    compared = batches.compared(case, arrays, options, out, lse, zeros=True)
     return {**compared, "races": races_found()}
