@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             # The windows of a tile of (365, 16) begin on both sides of a block border.
             "rows": [(365, 16), (40, 40)],
             "group": 8,
+            "page_size": 64,
             "sliding_window": 100,
             "soft_cap": 5.0,
             "return_lse": True,
@@ -119,7 +120,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
           "pass")],
     ),
     "next_queries_overwrite_the_current_ones": (
-        FAULT_CASE, "prefill_producer",
+        SHORT_FAULT_CASE, "prefill_producer",
         [("pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.q_free))", "pass")],
     ),
     "queries_given_up_before_they_are_taken": (
