@@ -29,8 +29,8 @@ BENCH_ARGS  ?=
 help:
 	@echo "make demo            chat with SmolLM2-135M on this machine's CPU or GPU, several requests in one batch"
 	@echo "make test            all tests (installs about 7 GB: torch and CUDA's compilers among it)"
-	@echo "make test-jax-floor  kernels and a smoke run on the oldest supported JAX ($(FLOOR_JAX))"
-	@echo "make test-kernels    the long runs of the GPU kernels: every planted fault, shape and many random batches"
+	@echo "make test-jax-floor  what depends on JAX's version, on the oldest supported one ($(FLOOR_JAX))"
+	@echo "make test-kernels    the long runs of the GPU kernels: every planted fault, shape and many random batches, the whole dry run"
 	@echo "make lint            ruff, mypy on engine/, import-linter"
 	@echo "make bench           offline throughput and start-up time (BENCH_ARGS=... reaches benchmarks/offline.py)"
 	@echo "make bench-gpu       kernels and engine on this machine's GPU, in under six minutes (BENCH_ARGS=--dry: on a CPU)"
@@ -101,10 +101,10 @@ test-main: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-jax-floor: $(FLOOR)/.stamp
-	$(FLOOR)/bin/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks tests/test_smoke.py
+	$(FLOOR)/bin/python -m pytest -m jax_floor $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks tests/test_smoke.py
 
 test-kernels: $(VENV)/.stamp-test
-	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas
+	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

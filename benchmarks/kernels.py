@@ -121,7 +121,7 @@ OPTIONS = tuple(
     replace(case, label=f"{case.label}, {label}", **options)
     for case in (ATTENTION[0], ATTENTION[3], ATTENTION[8])
     for label, options in (
-        ("fp8", {"kv_dtype": "uint8"}),
+        ("fp8 as uint8", {"kv_dtype": "uint8"}),
         ("int8", {"kv_dtype": "int8"}),
         ("sinks", {"sinks": True}),
         ("lse", {"return_lse": True}),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import jax
 
+_log = logging.getLogger(__name__)
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
@@ -29,3 +33,9 @@ def not_hopper() -> str | None:
 def hopper(device_kind: str) -> bool:
     """Whether the kernels for compute capability 9.0 run there."""
     return any(name in device_kind.replace("-", " ").split() for name in _HOPPER)
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Says which kernels a call takes; once per process, as every layer of every program asks."""
+    _log.info(message)

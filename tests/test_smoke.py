@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.jax_floor]
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,26 @@ Config = Mapping[str, Any]
 """A checkpoint's config.json."""
 
 
+_REDUNDANT = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\battn\.masked_bias")
+"""Tensors of older checkpoints that hold nothing a config doesn't."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """`spec_from_config(config, max_model_len)`: `max_model_len` is the longest request to be served, None for the
-    longest that the model can take. `ignored_tensors`: regular expressions of tensors that checkpoints hold and the
-    decoder has no use for."""
+    longest that the model can take. `other_tensors`: regular expressions (full match) of tensors of this family's
+    checkpoints that the decoder has no use for."""
 
     architectures: tuple[str, ...]
     spec_from_config: Callable[[Config, int | None], DecoderSpec]
     checkpoint_plan: Callable[[Config, DecoderSpec, ShardedDims], LoadPlan]
-    ignored_tensors: tuple[str, ...] = ()
+    other_tensors: tuple[str, ...] = ()
+
+    def ignored_tensors(self, spec: DecoderSpec) -> tuple[str, ...]:
+        """Regular expressions (full match) of all tensors that checkpoints may hold and the decoder doesn't read."""
+        # Some checkpoints with a tied head store it a second time.
+        head = (r"(.*\.)?lm_head\.weight",) if spec.tied_head else ()
+        return (*_REDUNDANT, *head, *self.other_tensors)
 
 
 def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:

@@ -24,7 +24,7 @@ class ModelDescription:
     spec: DecoderSpec
     checkpoint_dtype: str
     ignored_tensors: tuple[str, ...]
-    """Regular expressions of tensors that checkpoints hold and the decoder has no use for."""
+    """Regular expressions (full match) of tensors that checkpoints may hold and the decoder has no use for."""
     _family: Family
     _config: Config
 
@@ -56,10 +56,11 @@ def describe_model(config: Config, max_model_len: int | None = None) -> ModelDes
         )
     inner = config.get("text_config", {})
     dtypes = [c.get(key) for c in (config, inner) for key in ("dtype", "torch_dtype")]
+    spec = family.spec_from_config(config, max_model_len)
     return ModelDescription(
-        spec=family.spec_from_config(config, max_model_len),
+        spec=spec,
         checkpoint_dtype=next((d for d in dtypes if d), "float32"),
-        ignored_tensors=family.ignored_tensors,
+        ignored_tensors=family.ignored_tensors(spec),
         _family=family,
         _config=config,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from typing import Any
 
@@ -12,9 +10,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.add_rms_norm import reference, xla
 from kernels_pallas.platform_dispatch import PlatformDispatch
-from kernels_pallas.trace_target import not_hopper
-
-logger = logging.getLogger(__name__)
+from kernels_pallas.trace_target import log_once, not_hopper
 
 Result = tuple[jax.Array, jax.Array]
 
@@ -35,7 +31,7 @@ def _on_cuda(
 ) -> Result:
     run = xla.add_rms_norm
     if (reason := not_hopper()) is not None:
-        _log_once(f"add_rms_norm runs as XLA operations: {reason}.")
+        log_once(f"add_rms_norm runs as XLA operations: {reason}.")
         return run(x_te, update, weight, update_weight, **options)
     from kernels_pallas.add_rms_norm import mosaic_gpu
 
@@ -43,13 +39,8 @@ def _on_cuda(
         mosaic_gpu.config_for(x_te, update)
         run = mosaic_gpu.add_rms_norm
     except ValueError as error:
-        _log_once(f"add_rms_norm runs as XLA operations: {error}.")
+        log_once(f"add_rms_norm runs as XLA operations: {error}.")
     return run(x_te, update, weight, update_weight, **options)
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info(message)
 
 
 _by_platform = PlatformDispatch("add_rms_norm", xla.add_rms_norm, cuda=_on_cuda)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,7 @@ import jax
 from kernels_pallas.mla_attention import reference, xla
 from kernels_pallas.mla_attention.mosaic_gpu_config import unsupported
 from kernels_pallas.ragged_paged_attention.check import check_rows
-from kernels_pallas.trace_target import not_hopper, traced_device_kind
-
-_log = logging.getLogger(__name__)
+from kernels_pallas.trace_target import log_once, not_hopper, traced_device_kind
 
 
 def _mosaic_gpu(*arrays: jax.Array, **options: Any) -> Any:
@@ -98,18 +95,13 @@ def mla_attention(
         return portable(*arrays)
     reason = not_hopper() or unsupported(q_latent_tnl, q_rope_tnr, latent_pages)
     if reason is not None:
-        _log_once(f"Latent attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
+        log_once(f"Latent attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
         return portable(*arrays)
-    _log_once("Latent attention uses the Mosaic GPU kernels.")
+    log_once("Latent attention uses the Mosaic GPU kernels.")
     # The process may hold CPU devices too: the platform is known for certain when this is lowered.
     return jax.lax.platform_dependent(
         *arrays, cuda=functools.partial(_mosaic_gpu, **options), default=portable
     )
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    _log.info(message)
 
 
 def _check_data(q_latent_tnl: jax.Array, q_rope_tnr: jax.Array, latent_pages: jax.Array) -> None:

@@ -16,9 +16,13 @@ from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     TOKENS_PER_CHUNK,
     accumulator,
+    fold_into_rows,
+    log_sum_exp,
     pad_block_tables,
     pages_for,
     read_slots,
+    softmax_end,
+    softmax_start,
     vary_like,
 )
 
@@ -55,7 +59,6 @@ def decode_attention(
     begins = ends - num_chunks
 
     def one_block(step, carry):
-        peak_bn, total_bn, acc_bnc = carry
         item = step * block + jnp.arange(block, dtype=jnp.int32)
         row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
         in_use = row < num_rows
@@ -70,44 +73,22 @@ def decode_attention(
             "inc,isc->ins", q_inc, cached_isc, preferred_element_type=dtype
         )
         seen_is = jnp.arange(chunk, dtype=jnp.int32) < num_valid[:, None]
-        score_ins = jnp.where(seen_is[:, None, :], score_ins, MASKED)
-        new_peak_bn = peak_bn.at[row].max(
-            score_ins.max(axis=-1), mode="promise_in_bounds", indices_are_sorted=True
-        )
-        peak_in = new_peak_bn.at[row].get(mode="promise_in_bounds")
-        # Zero where nothing is seen, even if the row's peak is MASKED itself.
-        weight_ins = jnp.where(seen_is[:, None, :], jnp.exp(score_ins - peak_in[..., None]), 0)
-        out_inc = jnp.einsum(
-            "ins,isc->inc",
-            weight_ins.astype(cached_isc.dtype),
-            cached_isc,
-            preferred_element_type=dtype,
-        )
-        fade_bn = jnp.exp(peak_bn - new_peak_bn)
-        total_bn = (
-            (total_bn * fade_bn)
-            .at[row]
-            .add(weight_ins.sum(axis=-1), mode="promise_in_bounds", indices_are_sorted=True)
-        )
-        acc_bnc = (
-            (acc_bnc * fade_bn[..., None])
-            .at[row]
-            .add(out_inc, mode="promise_in_bounds", indices_are_sorted=True)
-        )
-        return new_peak_bn, total_bn, acc_bnc
+        seen_ins = seen_is[:, None, :]
+        score_ins = jnp.where(seen_ins, score_ins, MASKED)
 
-    start = (
-        jnp.full((num_rows, num_heads), MASKED, dtype),
-        jnp.zeros((num_rows, num_heads), dtype),
-        jnp.zeros(q_bnc.shape, dtype),
-    )
+        def weighted_sum(weight_ins):
+            return jnp.einsum(
+                "ins,isc->inc",
+                weight_ins.astype(cached_isc.dtype),
+                cached_isc,
+                preferred_element_type=dtype,
+            )
+
+        return fold_into_rows(carry, row, score_ins, seen_ins, weighted_sum)
+
+    start = softmax_start((num_rows, num_heads), width, None, dtype)
     start = vary_like(start, q_bnc, latent_pages, block_tables, seq_lens)
     num_blocks = (ends[-1] + block - 1) // block
     peak_bn, total_bn, acc_bnc = lax.fori_loop(0, num_blocks, one_block, start)
-    out_bnc = acc_bnc / jnp.maximum(total_bn, 1e-30)[..., None]
-    return out_bnc.astype(q_bnc.dtype), log_sum_exp(peak_bn, total_bn)
-
-
-def log_sum_exp(peak: jax.Array, total: jax.Array) -> jax.Array:
-    """Natural logarithm of total * exp(peak), -inf where nothing was seen."""
-    return jnp.where(total > 0, peak + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
+    out_bnc = softmax_end(total_bn, acc_bnc, None)
+    return out_bnc.astype(q_bnc.dtype), log_sum_exp(peak_bn, total_bn, total_bn > 0)

@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.mla_attention.xla_decode import log_sum_exp
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     accumulator,
+    fold,
+    log_sum_exp,
     pad_block_tables,
     pages_for,
     read_slots,
+    softmax_end,
+    softmax_start,
     vary_like,
 )
 from kernels_pallas.ragged_paged_attention.xla_prefill import plan_tiles
@@ -69,7 +72,6 @@ def prefill_attention(
         position_m = position + token_m
 
         def one_chunk(c, carry, ratio=1, all_seen=False):
-            peak_m, total_m, acc_mc = carry
             num_pages, num_slots = chunk_pages * ratio, chunk * ratio
             pages = lax.dynamic_slice(block_tables, (row, c * num_pages), (1, num_pages))
             num_valid = (end - c * num_slots).reshape(1)
@@ -81,20 +83,14 @@ def prefill_attention(
                 position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
                 seen_ms = position_s[None, :] <= position_m[:, None]
                 score_ms = jnp.where(seen_ms, score_ms, MASKED)
-            # Every token sees position 0, so no peak is MASKED after the first chunk.
-            new_peak_m = jnp.maximum(peak_m, score_ms.max(axis=-1))
-            weight_ms = jnp.exp(score_ms - new_peak_m[:, None]).astype(cached_sc.dtype)
-            fade_m = jnp.exp(peak_m - new_peak_m)
-            out_mc = jnp.einsum("ms,sc->mc", weight_ms, cached_sc, preferred_element_type=dtype)
-            # The rounded weights are summed: one pass less over the scores.
-            total_m = total_m * fade_m + weight_ms.sum(axis=-1, dtype=dtype)
-            return new_peak_m, total_m, acc_mc * fade_m[:, None] + out_mc
 
-        start = (
-            jnp.full(q_mc.shape[:1], MASKED, dtype),
-            jnp.zeros(q_mc.shape[:1], dtype),
-            jnp.zeros(q_mc.shape, dtype),
-        )
+            # Every token sees position 0, so no peak is MASKED after the first chunk.
+            def weighted_sum(weight_ms):
+                return jnp.einsum("ms,sc->mc", weight_ms, cached_sc, preferred_element_type=dtype)
+
+            return fold(carry, score_ms, cached_sc.dtype, weighted_sum)
+
+        start = softmax_start(q_mc.shape[:1], width, None, dtype)
         carry = vary_like(start, *inputs)
         first_chunk = jnp.int32(0)
         if long_ratio > 1:
@@ -106,8 +102,8 @@ def prefill_attention(
             first_chunk = num_long * long_ratio
         last_chunk = (end + chunk - 1) // chunk
         peak_m, total_m, acc_mc = lax.fori_loop(first_chunk, last_chunk, one_chunk, carry)
-        out_mc = acc_mc / jnp.maximum(total_m, 1e-30)[:, None]
-        lse_m = log_sum_exp(peak_m, total_m)
+        out_mc = softmax_end(total_m, acc_mc, None)
+        lse_m = log_sum_exp(peak_m, total_m, total_m > 0)
         # Tokens past the end of the request are overwritten by the tiles that come later.
         return (
             lax.dynamic_update_slice_in_dim(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 
 import jax
@@ -19,10 +17,7 @@ from kernels_pallas.ragged_paged_attention.check import (
     check_sinks,
 )
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import unsupported
-from kernels_pallas.trace_target import not_hopper, traced_device_kind
-
-_log = logging.getLogger(__name__)
-
+from kernels_pallas.trace_target import log_once, not_hopper, traced_device_kind
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -160,13 +155,8 @@ def ragged_paged_attention(
             raise ValueError(f"The Mosaic GPU backend does not take this call: {reason}.")
         return kernel(*arrays)
     if reason is not None:
-        _log_once(f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
+        log_once(f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}.")
         return kernel(*arrays)
-    _log_once("Attention uses the Mosaic GPU kernels.")
+    log_once("Attention uses the Mosaic GPU kernels.")
     # The process may hold CPU devices too: the platform is known for certain when this is lowered.
     return jax.lax.platform_dependent(*arrays, cuda=run(_mosaic_gpu), default=kernel)
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    _log.info(message)

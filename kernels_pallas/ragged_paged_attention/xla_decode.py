@@ -17,6 +17,7 @@ from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     TOKENS_PER_CHUNK,
     accumulator,
+    fold_into_rows,
     log_sum_exp,
     pad_block_tables,
     pages_for,
@@ -72,7 +73,6 @@ def decode_attention(
     offset = ends - num_chunks - first_chunk
 
     def one_block(step, carry):
-        peak_rkg, total_rkg, acc_rkgh = carry
         item = step * block + jnp.arange(block, dtype=jnp.int32)
         row = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
         in_use = row < num_rows
@@ -91,29 +91,15 @@ def decode_attention(
             seen_bs &= slot >= (window_start[row] - index * chunk)[:, None]
         score_bkgs = jnp.where(seen_bs[:, None, None, :], score_bkgs, MASKED)
 
-        new_peak_rkg = peak_rkg.at[row].max(
-            score_bkgs.max(axis=-1), mode="promise_in_bounds", indices_are_sorted=True
-        )
-        peak_bkg = new_peak_rkg.at[row].get(mode="promise_in_bounds")
-        weight_bkgs = jnp.exp(score_bkgs - peak_bkg[..., None])
-        o_bkgh = jnp.einsum(
-            "bkgs,bksh->bkgh",
-            weight_bkgs.astype(v_bksh.dtype),
-            v_bksh,
-            preferred_element_type=dtype,
-        )
-        fade_rkg = jnp.exp(peak_rkg - new_peak_rkg)
-        total_rkg = (
-            (total_rkg * fade_rkg)
-            .at[row]
-            .add(weight_bkgs.sum(axis=-1), mode="promise_in_bounds", indices_are_sorted=True)
-        )
-        acc_rkgh = (
-            (acc_rkgh * fade_rkg[..., None])
-            .at[row]
-            .add(o_bkgh, mode="promise_in_bounds", indices_are_sorted=True)
-        )
-        return new_peak_rkg, total_rkg, acc_rkgh
+        def weighted_sum(weight_bkgs):
+            return jnp.einsum(
+                "bkgs,bksh->bkgh",
+                weight_bkgs.astype(v_bksh.dtype),
+                v_bksh,
+                preferred_element_type=dtype,
+            )
+
+        return fold_into_rows(carry, row, score_bkgs, None, weighted_sum)
 
     heads = q_rkgh.shape[:3]
     sinks_kg = None if sinks is None else sinks.reshape(heads[1:])

@@ -7,6 +7,8 @@ and it is what makes XLA split the gather over the cores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -86,6 +88,60 @@ def softmax_start(
         peak = jnp.maximum(jnp.broadcast_to(sinks, shape).astype(dtype), MASKED)
         total = jnp.ones(shape, dtype)
     return peak, total, jnp.zeros((*shape, head_size), dtype)
+
+
+def fold(
+    softmax: tuple[jax.Array, jax.Array, jax.Array],
+    scores: jax.Array,
+    dtype: jnp.dtype,
+    weighted_sum: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Folds scores [..., S] into online softmaxes [...].
+
+    `weighted_sum` is of the values, by weights like scores that are rounded to `dtype`. The rounded weights are summed
+    too: one pass less over the scores.
+    """
+    peak, total, acc = softmax
+    new_peak = jnp.maximum(peak, scores.max(axis=-1))
+    weight = jnp.exp(scores - new_peak[..., None]).astype(dtype)
+    fade = jnp.exp(peak - new_peak)
+    out = weighted_sum(weight)
+    total = total * fade + weight.sum(axis=-1, dtype=total.dtype)
+    return new_peak, total, acc * fade[..., None] + out
+
+
+def fold_into_rows(
+    softmax: tuple[jax.Array, jax.Array, jax.Array],
+    row: jax.Array,
+    scores: jax.Array,
+    seen: jax.Array | None,
+    weighted_sum: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Folds scores [B, ..., S] into the online softmaxes [R, ...] of the rows [B], which are in order.
+
+    Args:
+        seen: broadcasts to scores; where it is not set, weights are zero even in rows that have seen nothing but
+            `MASKED`. None does without.
+        weighted_sum: of the values, by weights like scores.
+    """
+    peak, total, acc = softmax
+    new_peak = peak.at[row].max(
+        scores.max(axis=-1), mode="promise_in_bounds", indices_are_sorted=True
+    )
+    weight = jnp.exp(scores - new_peak.at[row].get(mode="promise_in_bounds")[..., None])
+    if seen is not None:
+        weight = jnp.where(seen, weight, 0)
+    out = weighted_sum(weight)
+    fade = jnp.exp(peak - new_peak)
+    total = (
+        (total * fade)
+        .at[row]
+        .add(weight.sum(axis=-1), mode="promise_in_bounds", indices_are_sorted=True)
+    )
+    acc = (
+        (acc * fade[..., None]).at[row].add(out, mode="promise_in_bounds", indices_are_sorted=True)
+    )
+    return new_peak, total, acc
 
 
 def softmax_end(total: jax.Array, acc: jax.Array, kv_scales: KVScales | None) -> jax.Array:

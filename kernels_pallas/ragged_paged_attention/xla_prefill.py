@@ -17,6 +17,7 @@ from kernels_pallas.quantized_pages import KVScales
 from kernels_pallas.ragged_paged_attention.xla_pages import (
     MASKED,
     accumulator,
+    fold,
     log_sum_exp,
     pad_block_tables,
     pages_for,
@@ -131,7 +132,6 @@ def prefill_attention(
             first_chunk = jnp.maximum(oldest, 0) // chunk
 
         def one_chunk(c, carry, ratio=1, all_seen=False):
-            peak, total, acc = carry
             num_slots = chunk * ratio
             chunks = c * ratio + jnp.arange(ratio, dtype=jnp.int32)
             pages = page_ids.at[row[:, None], chunks].get(mode="promise_in_bounds")
@@ -149,15 +149,13 @@ def prefill_attention(
                 if sliding_window is not None:
                     seen_bms &= position_s > position_bm[..., None] - sliding_window
                 score_bkms = jnp.where(seen_bms[:, None], score_bkms, MASKED)
+
+            def weighted_sum(weight):
+                return jnp.einsum("bkms,bksh->bkmh", weight, v_bksh, preferred_element_type=dtype)
+
             # A token that sees nothing in its first chunks gathers weights of 1 there, and the
             # fade of the first chunk in which it does see something (its own) wipes them out.
-            new_peak = jnp.maximum(peak, score_bkms.max(axis=-1))
-            weight = jnp.exp(score_bkms - new_peak[..., None]).astype(v_bksh.dtype)
-            fade = jnp.exp(peak - new_peak)
-            o_bkmh = jnp.einsum("bkms,bksh->bkmh", weight, v_bksh, preferred_element_type=dtype)
-            # The rounded weights are summed: one pass less over the scores.
-            total = total * fade + weight.sum(axis=-1, dtype=dtype)
-            return new_peak, total, acc * fade[..., None] + o_bkmh
+            return fold(carry, score_bkms, v_bksh.dtype, weighted_sum)
 
         start = softmax_start(q_bkmh.shape[:3], head_size, sinks_km, dtype)
         start = vary_like(start, *inputs)

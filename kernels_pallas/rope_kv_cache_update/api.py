@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from typing import Any
 
@@ -13,11 +11,9 @@ import jax.numpy as jnp
 from kernels_pallas.platform_dispatch import PlatformDispatch
 from kernels_pallas.quantized_pages import KVScales, check_kv_scales
 from kernels_pallas.rope_kv_cache_update import reference, xla
-from kernels_pallas.trace_target import not_hopper
+from kernels_pallas.trace_target import log_once, not_hopper
 
 KVPages = tuple[jax.Array, jax.Array]
-
-logger = logging.getLogger(__name__)
 
 
 def _mosaic_gpu(
@@ -62,13 +58,8 @@ def _on_cuda(
         except ValueError as error:
             reason = str(error)
     if reason is not None:
-        _log_once(f"rope_kv_cache_update runs as XLA operations: {reason}.")
+        log_once(f"rope_kv_cache_update runs as XLA operations: {reason}.")
     return run(qkv, kv_pages, slot_mapping, cos, sin, q_norm, k_norm, kv_scales, **options)
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info(message)
 
 
 _by_platform = PlatformDispatch("rope_kv_cache_update", xla.rope_kv_cache_update, cuda=_on_cuda)

@@ -105,6 +105,7 @@ def test_busy_time_counts_overlaps_once():
     assert merge([(5, 9), (0, 3), (2, 4), (9, 10), (20, 21)]) == [(0, 4), (5, 10), (20, 21)]
 
 
+@pytest.mark.jax_floor
 def test_a_profile_is_read_without_tensorboard():
     program = jax.jit(lambda x: x @ x).lower(jnp.ones((256, 256))).compile()
 

@@ -41,9 +41,15 @@ def stream(llm: AsyncLLM, prompt: str, **params) -> tuple[list[str], str | None,
     return asyncio.run(use())
 
 
+@pytest.fixture(scope="module")
+def alphabet(llm: AsyncLLM) -> str:
+    """How the prompt goes on without a stop string."""
+    return "".join(stream(llm, PROMPT, max_tokens=24)[0])
+
+
 @pytest.mark.parametrize("continued", ["DEFGHIJ", "DEF", "GHIJKLMNOPQ"])
-def test_no_fragment_of_the_stop_string_comes_out(llm, continued):
-    free = "".join(stream(llm, PROMPT, max_tokens=24)[0])
+def test_no_fragment_of_the_stop_string_comes_out(llm, alphabet, continued):
+    free = alphabet
     start = free.find(continued)
     assert start >= 0, f"the model went on otherwise: {free!r}"
     pieces, reason, _ = stream(llm, PROMPT, max_tokens=24, stop=continued)

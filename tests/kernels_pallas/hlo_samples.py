@@ -94,6 +94,11 @@ def tensor_parallel(num_devices: int) -> dict[str, Any]:
     }
 
 
+def samples(calls: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of functions above, by the caller's names."""
+    return {name: globals()[function](**arguments) for name, (function, arguments) in calls.items()}
+
+
 def fails() -> None:
     raise ValueError("on purpose")
 

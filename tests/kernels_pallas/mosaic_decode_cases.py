@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rows": [(200, 8), (130, 1), (90, 2)],
             "group": 8,
             "kv_heads": 2,
-            "sliding_window": 70,
+            "sliding_window": 120,
             "soft_cap": 5.0,
             "sinks": True,
             "return_lse": True,
@@ -220,7 +220,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
         TOKENS_CASE, "columns", [("@pl.loop(0, num_tokens)", "@pl.loop(0, num_tokens + 1)")],
     ),
     "merge_drops_the_last_part": (
-        TOKENS_CASE, "merge", [("count = last_walk - index + 1", "count = last_walk - index")],
+        TOKENS_CASE, "merge", [("last_walk - index + 1, item", "last_walk - index, item")],
     ),
     "part_in_the_wrong_place": (
         TOKENS_CASE, "merge", [("+ (safe == 0).astype(jnp.int32)", "")],
@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
           "        factor, lse = col.finish(peak, total, sinks)\n")],
     ),
     "sink_forgotten_in_the_merge": (
-        OPTIONS_CASE, "merge", [('if hasattr(r, "sinks"):', "if False:")],
+        OPTIONS_CASE, "merge", [('if hasattr(self.r, "sinks"):', "if False:")],
     ),
     "tokens_of_no_request_left_as_they_are": (
         CASES["requests_left_out"], "decode_kernel", [('hasattr(self.r, "num_owned")', "False")],

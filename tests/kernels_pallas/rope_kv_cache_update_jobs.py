@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import types
@@ -142,61 +141,33 @@ def check(case: dict[str, Any], results: Any, args: tuple[Any, ...], options: An
     return worst
 
 
-def _interpreted(module: Any, args: tuple[Any, ...], options: Any) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-    run = jax.jit(partial(module.rope_kv_cache_update, interpret=params, **options))
-    return jax.block_until_ready(run(*jax.tree.map(jnp.asarray, args)))
-
-
 def interpret(cases: list[dict[str, Any]]) -> list[float]:
     """Errors of the interpreted kernel. Raises on a race."""
     from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+    from tests.kernels_pallas.mosaic_jobs import races_found
 
     errors = []
     for seed, case in enumerate(cases):
-        args, options = inputs(case, seed)
-        errors.append(check(case, _interpreted(mosaic_gpu, args, options), args, options))
-        assert not _races()
+        errors.append(_error(mosaic_gpu, case, seed))
+        assert not races_found()
     return errors
 
 
-def _races() -> bool:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.get_races()
-    return races is not None and races.races_found
-
-
 def faults(case: dict[str, Any]) -> dict[str, str]:
-    """What each planted fault leads to: "race", "wrong", "error: ..." or, undetected, "right"."""
-    planted = QUANTIZED_FAULTS if "kv_dtype" in case else FAULTS
-    return {name: _fault(*replacement, case) for name, replacement in planted.items()}
-
-
-def _fault(old: str, new: str, case: dict[str, Any]) -> str:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
+    """`planted_faults.outcomes`."""
     from kernels_pallas.rope_kv_cache_update import mosaic_gpu
+    from tests.kernels_pallas.planted_faults import outcomes
 
-    source = Path(mosaic_gpu.__file__).read_text()
-    assert old in source, f"the kernel's source has no {old!r}"
-    module = sys.modules["faulty"] = types.ModuleType("faulty")
-    exec(compile(source.replace(old, new), "faulty", "exec"), module.__dict__)
-    args, options = inputs(case)
-    try:
-        results = _interpreted(module, args, options)
-        if _races():
-            return "race"
-        error = check(case, results, args, options)
-    except AssertionError:
-        return "wrong"
-    except Exception as problem:
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
-        is_race = re.search(r"\brace\b", str(problem), re.IGNORECASE)
-        return "race" if is_race else f"error: {str(problem)[-300:]}"
-    return "right" if error < 1e-2 else "wrong"
+    return outcomes(
+        mosaic_gpu, QUANTIZED_FAULTS if "kv_dtype" in case else FAULTS, partial(_error, case=case)
+    )
+
+
+def _error(module: types.ModuleType, case: dict[str, Any], seed: int = 0) -> float:
+    from tests.kernels_pallas.planted_faults import interpreted
+
+    args, options = inputs(case, seed)
+    return check(case, interpreted(module.rope_kv_cache_update, args, options), args, options)
 
 
 def modules_imported_on_cpu() -> list[str]:

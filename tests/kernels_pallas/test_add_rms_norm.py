@@ -15,10 +15,11 @@ from kernels_pallas.compile_job import run_job
 from kernels_pallas.gpu_target import device_mesh, get_target
 from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas import add_rms_norm_jobs as jobs
+from tests.kernels_pallas.mosaic_runs import QUICK_TO_COMPILE
 
 
-def job(function: str, timeout: float = 150, **arguments: Any) -> Any:
-    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=timeout)
+def job(function: str, env: dict | None = None, **arguments: Any) -> Any:
+    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=150, env=env)
 
 
 def shape(embed: int, tokens: int = 3, **more: Any) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def tolerance(case: dict[str, Any]) -> float:
     return {"bfloat16": 1e-2, "float16": 2e-3, "float32": 0}[case.get("dtype", "bfloat16")] + 1e-5
 
 
+@pytest.mark.jax_floor
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 def test_matches_float64(implementation, case):
@@ -69,13 +71,18 @@ def test_matches_float64(implementation, case):
     )
 
 
+@pytest.mark.jax_floor
 def test_the_kernel_interpreted_matches_float64_and_has_no_races():
-    errors = job("interpret", cases=SHAPES)
+    errors = job("interpret", QUICK_TO_COMPILE, cases=SHAPES)
     assert all(e <= tolerance(c) for e, c in zip(errors, SHAPES, strict=True)), errors
 
 
 def test_planted_faults_are_caught():
-    outcomes = job("faults", case=shape(1152, **GEMMA, partial_sums=2, update_dtype="float32"))
+    outcomes = job(
+        "faults",
+        QUICK_TO_COMPILE,
+        case=shape(1152, **GEMMA, partial_sums=2, update_dtype="float32"),
+    )
     assert outcomes.keys() == jobs.FAULTS.keys()
     assert all(outcome in ("wrong", "race") for outcome in outcomes.values()), outcomes
     assert outcomes["another block's row written"] == "race"

@@ -16,39 +16,32 @@ from kernels_pallas.trace_target import hopper, traced_device_kind
 from tests.gpu_compiler import needs_compiler
 
 
-def chosen(**arguments: Any) -> dict[str, Any]:
-    return run_job(
-        "mosaic_attention_jobs:chosen_backend",
-        arguments,
-        timeout=120,
-        python_path=(str(Path(__file__).parent),),
-    )
+def job(function: str, **arguments: Any) -> Any:
+    path = (str(Path(__file__).parent),)
+    return run_job(f"backend_choice_jobs:{function}", arguments, timeout=240, python_path=path)
 
 
 @needs_compiler
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_a_hopper_gpu_gets_the_mosaic_kernels_alone_and_under_shard_map(num_devices):
-    result = chosen(num_devices=num_devices)
-    assert result["mosaic_kernels"] == 2
-    assert result["log"] == ["Attention uses the Mosaic GPU kernels."]
-    assert result["page_inputs"] == ["kv_pages[0]", "kv_pages[1]"]
-    assert result["pages_moved"] == []
+def test_a_hopper_gpu_gets_the_mosaic_kernels_alone_and_under_shard_map():
+    for num_devices, result in job("on_an_h200").items():
+        assert result["mosaic_kernels"] == 2, num_devices
+        assert result["log"] == ["Attention uses the Mosaic GPU kernels."], num_devices
+        assert result["page_inputs"] == ["kv_pages[0]", "kv_pages[1]"], num_devices
+        assert result["pages_moved"] == [], num_devices
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"dtype": "float32"}, "q_tnh has dtype float32, not one of ('bfloat16', 'float16')"),
-        ({"head_size": 192}, "head size 192 is not one of (64, 80, 96, 128, 256)"),
-        ({"page_size": 8}, "page size 8 is not one of (16, 32, 64, 128)"),
-    ],
-)
-def test_other_shapes_take_xla_and_the_log_says_why_once(changes, reason):
-    result = chosen(num_devices=1, **changes)
-    assert result["mosaic_kernels"] == 0
-    expected = f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}."
-    assert result["log"] == [expected]
+def test_other_shapes_take_xla_and_the_log_says_why_once():
+    reasons = {
+        "dtype": ("float32", "q_tnh has dtype float32, not one of ('bfloat16', 'float16')"),
+        "head_size": (192, "head size 192 is not one of (64, 80, 96, 128, 256)"),
+        "page_size": (8, "page size 8 is not one of (16, 32, 64, 128)"),
+    }
+    results = job("of_other_shapes", shapes=[{name: x} for name, (x, _) in reasons.items()])
+    for (_, reason), result in zip(reasons.values(), results, strict=True):
+        assert result["mosaic_kernels"] == 0
+        expected = f"Attention uses XLA instead of the Mosaic GPU kernels: {reason}."
+        assert result["log"] == [expected]
 
 
 def test_nothing_is_traced_for_a_gpu_on_a_cpu():
@@ -62,9 +55,7 @@ def test_nothing_is_traced_for_a_gpu_on_a_cpu():
 
 @needs_compiler
 def test_every_operation_takes_xla_on_another_gpu_and_says_why_once():
-    result = run_job(
-        "backend_choice_jobs:on_an_a100", {}, timeout=120, python_path=(str(Path(__file__).parent),)
-    )
+    result = job("on_an_a100")
     assert result["mosaic_kernels"] == 0
     reason = "NVIDIA A100-SXM4-80GB does not have compute capability 9.0"
     assert result["log"] == [

@@ -15,16 +15,29 @@ SAMPLES = Path(__file__).parent
 CACHE_BYTES = 3 * 256 * 8 * 16 * 64 * 2
 
 
-def job(function: str, timeout: float = 60, **arguments: Any) -> Any:
+def job(function: str, timeout: float = 120, **arguments: Any) -> Any:
     return run_job(
         f"hlo_samples:{function}", arguments, timeout=timeout, python_path=(str(SAMPLES),)
     )
 
 
+@pytest.fixture(scope="module")
+def samples():
+    """Of all programs, compiled in one process."""
+    calls = {
+        **{target: ("report", {"variant": "unrolled", "target": target}) for target in TARGETS},
+        "not donated": ("report", {"variant": "unrolled", "donate": False}),
+        "scanned": ("report", {"variant": "scanned"}),
+        "transposed weight": ("report", {"variant": "transposed_weight"}),
+        "tensor parallel": ("tensor_parallel", {"num_devices": 4}),
+    }
+    return job("samples", calls=calls)
+
+
 @needs_compiler
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_an_unrolled_step_updates_its_caches_in_place_and_copies_nothing(target):
-    report = job("report", variant="unrolled", target=target)
+def test_an_unrolled_step_updates_its_caches_in_place_and_copies_nothing(target, samples):
+    report = samples[target]
     assert report["alias"] == CACHE_BYTES
     assert report["inputs"] == {
         **{f"caches[{i}]": CACHE_BYTES // 3 for i in range(3)},
@@ -45,28 +58,28 @@ def test_an_unrolled_step_updates_its_caches_in_place_and_copies_nothing(target)
 
 
 @needs_compiler
-def test_without_donation_the_caches_are_copied_and_the_report_says_so():
-    report = job("report", variant="unrolled", donate=False)
+def test_without_donation_the_caches_are_copied_and_the_report_says_so(samples):
+    report = samples["not donated"]
     assert report["alias"] == 0
     assert report["aliased_inputs"] == []
     assert report["moved"] == ["caches[0]", "caches[1]", "caches[2]"]
 
 
 @needs_compiler
-def test_a_scan_over_caches_is_reported_as_copying_them():
-    report = job("report", variant="scanned")
+def test_a_scan_over_caches_is_reported_as_copying_them(samples):
+    report = samples["scanned"]
     assert "caches" in report["moved"]
 
 
 @needs_compiler
-def test_a_weight_that_is_brought_into_another_layout_is_reported():
-    report = job("report", variant="transposed_weight")
+def test_a_weight_that_is_brought_into_another_layout_is_reported(samples):
+    report = samples["transposed weight"]
     assert report["moved"] == ["weights[0]"]
 
 
 @needs_compiler
-def test_tensor_parallel_programs_count_one_device_and_its_collectives():
-    report = job("tensor_parallel", num_devices=4)
+def test_tensor_parallel_programs_count_one_device_and_its_collectives(samples):
+    report = samples["tensor parallel"]
     assert report["flops"] == 2 * 16 * 512 * 512 // 4
     assert report["arguments"] == (16 * 512 + 512 * 512) * 2 // 4
     assert len(report["collectives"]) == 1

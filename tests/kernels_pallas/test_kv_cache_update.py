@@ -13,6 +13,8 @@ from kernels_pallas.quantized_pages import widen
 INT8 = jnp.zeros((3, 2, 4, 8), jnp.int8)
 PAGES, KV_HEADS, PAGE_SIZE, HEAD_SIZE, TOKENS = 7, 3, 4, 8, 9
 
+pytestmark = pytest.mark.jax_floor
+
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,22 +28,13 @@ CASES = {
 
 
 @functools.cache
-def compiled(scale, decode_only):
-    return jax.jit(
-        functools.partial(mla_attention, scale=scale, decode_only=decode_only, return_lse=True)
-    )
+def compiled(scale, decode_only, implementation):
+    options = dict(scale=scale, decode_only=decode_only, implementation=implementation)
+    return jax.jit(functools.partial(mla_attention, return_lse=True, **options))
 
 
 def run(case, batch, implementation=None):
-    if implementation is None:
-        return compiled(case.scale, case.decode_only)(*batch.arrays)
-    return mla_attention(
-        *batch.arrays,
-        scale=case.scale,
-        decode_only=case.decode_only,
-        return_lse=True,
-        implementation=implementation,
-    )
+    return compiled(case.scale, case.decode_only, implementation)(*batch.arrays)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
@@ -83,6 +74,7 @@ ROW = st.one_of(
 )
 
 
+@pytest.mark.jax_floor
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(rows=st.lists(ROW, min_size=1, max_size=4), seed=st.integers(0, 2**16))
 def test_random_batches_equal_the_reference(rows, seed):
@@ -96,7 +88,7 @@ def test_random_batches_equal_the_reference(rows, seed):
     pages = jnp.full((num_pages, *batch.arrays[2].shape[1:]), jnp.nan)
     pages = pages.at[: len(batch.arrays[2])].set(batch.arrays[2])
     arrays = (*batch.arrays[:2], pages, *batch.arrays[3:])
-    out, lse = compiled(case.scale, False)(*arrays)
+    out, lse = compiled(case.scale, False, None)(*arrays)
     expected, expected_lse = mla_attention(
         *arrays, scale=case.scale, return_lse=True, implementation="reference"
     )
@@ -104,6 +96,7 @@ def test_random_batches_equal_the_reference(rows, seed):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.jax_floor
 def test_heads_are_what_tensor_parallelism_shards():
     case = MlaCase([(70, 1), (50, 12)], heads=4)
     batch = make_batch(case)

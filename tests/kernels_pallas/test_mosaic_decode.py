@@ -1,33 +1,35 @@
 """The Mosaic GPU decode kernels without a GPU: in the interpreter against a float64 oracle, with planted faults, and compiled
-for the H200.
-
-Faults run in processes of their own with a time limit, as a wrong kernel may hang or abort. `MOSAIC_ATTENTION_LONG=1` adds all
-cases and faults, a random run, and every page size and dtype to the compiled set.
+for the H200. What CI leaves to the long run: see mosaic_runs.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from kernels_pallas.compile_job import JobError, run_job
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import config as configs
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.decode_shape import DecodeShape
 from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas.mosaic_decode_cases import CASES, CORE_FAULTS, FAULTS, LONG_CASES, sizes
+from tests.kernels_pallas.mosaic_dumps import dump_to
+from tests.kernels_pallas.mosaic_runs import (
+    LONG,
+    Call,
+    assert_caught,
+    assert_right,
+    job,
+    long_run,
+    outcomes_of,
+    params,
+    with_fault,
+)
 
-HERE = Path(__file__).parent
-LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
-TOLERANCE = 1e-2
-STUCK = "no progress"
-
-
+PACKAGE = "kernels_pallas.ragged_paged_attention.mosaic_gpu"
+SEEDS = range(24)
 # JAX 0.11's interpreter doesn't order a read before the barrier that lets its place be overwritten.
 UNSEEN = (
     {
@@ -41,129 +43,11 @@ UNSEEN = (
 )
 
 
-def job(function: str, timeout: float = 240, env: dict | None = None, **arguments: Any) -> Any:
-    return run_job(
-        f"mosaic_decode_jobs:{function}",
-        arguments,
-        timeout=timeout,
-        env=env,
-        python_path=(str(HERE),),
-    )
+def run_case(case: dict[str, Any], config: dict[str, Any]) -> Call:
+    return "mosaic_decode_jobs:run_case", {"case": case, "config": config}
 
 
-def check(result: dict[str, Any]) -> str | None:
-    """What is wrong with a run, or None."""
-    for name in ("finite", "untouched"):
-        if not result[name]:
-            return f"not {name}"
-    if result["races"]:
-        return "race"
-    if result["lse_error"] > 1e-3:
-        return f"log-sum-exp off by {result['lse_error']:.3g}"
-    return None if result["error"] < TOLERANCE else f"error {result['error']:.3g}"
-
-
-@pytest.fixture(scope="module")
-def runs(request):
-    """Results to come of the jobs that the selected tests need; two run at a time."""
-    pool, futures = ThreadPoolExecutor(2), {}
-    chosen = {}
-    for item in request.session.items:
-        if item.path != Path(__file__) or not hasattr(item, "callspec"):
-            continue
-        name = item.callspec.id
-        if item.originalname == "test_matches_the_oracle":
-            chosen[name] = (CASES | LONG_CASES)[name]
-        if item.originalname == "test_planted_faults_are_caught":
-            (case, config), module, edits = FAULTS[name]
-            futures[name] = pool.submit(
-                job, "run_with_fault", case=case, config=config, module=module, edits=edits
-            )
-    if chosen:
-        futures["cases"] = pool.submit(job, "run_cases", timeout=600, cases=chosen)
-    yield futures
-    pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("name", CASES | LONG_CASES if LONG else CASES)
-def test_matches_the_oracle(name, runs):
-    result = runs["cases"].result()[name]
-    print(result)
-    assert check(result) is None
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in (FAULTS if LONG else CORE_FAULTS) if name not in UNSEEN]
-)
-def test_planted_faults_are_caught(name, runs):
-    try:
-        found = check(runs[name].result())
-    except JobError as error:
-        found = str(error)[-300:]
-        # A race or a misused barrier, noticed by the interpreter, or a wait without end. Not a slow
-        # machine, nor a fault that could not be planted.
-        signs = ("RACE DETECTED", "Barrier", "barrier", "Thread", STUCK)
-        assert "took longer" not in str(error), error
-        assert any(sign in str(error) for sign in signs), error
-    print(found)
-    assert found is not None
-
-
-@needs_compiler
-@pytest.mark.parametrize("head_size", configs.head_sizes(), ids=str)
-def test_compiles_for_the_h200(head_size, tmp_path):
-    everything = {
-        "sinks": True,
-        "return_lse": True,
-        "sliding_window": 1000,
-        "soft_cap": 30.0,
-        "mixed": True,
-    }
-    shapes, dtypes = [[8, 1]], [("bfloat16", "bfloat16")]
-    if head_size == 128:
-        shapes, dtypes = [[8, 8]], [*dtypes, ("bfloat16", "float8_e4m3fn")]
-    options, page_sizes = [everything], [16]
-    if LONG:
-        shapes = [[8, 1], [4, 8], [8, 8], [64, 1]]
-        pages = ("float8_e4m3fn", "int8")
-        dtypes = [(q, kv) for q in ("bfloat16", "float16") for kv in (q, *pages)]
-        options = [{}, everything, {"causal": False, "return_lse": True}]
-        page_sizes = [16, 32, 64, 128]
-    env = {
-        "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-    }
-    reports = job(
-        "compile_decode",
-        timeout=3000,
-        env=env,
-        head_sizes=[head_size],
-        page_sizes=page_sizes,
-        dtypes=dtypes,
-        shapes=shapes,
-        options=options,
-    )
-    assert {report["kernel"] for report in reports} == {"paged_decode", "paged_decode_merge"}
-    for report in reports:
-        print(report)
-        assert report["spills"] == 0, report
-        if report["kernel"] != "paged_decode":
-            continue
-        # 256 threads a block, of 65536 registers in a core.
-        assert report["registers"] * 256 * report["blocks_per_core"] <= 65536, report
-        assert report["wgmma"] > 0, report
-        assert report["tma"] > 0, report
-        # Queries, weights, cleared values and results reach wgmma and TMA through generic stores.
-        assert report["fences"] >= 4, report
-        assert report["in_flight"] >= 64 << 10, report
-        if report["shared_memory"] is not None:
-            assert report["shared_memory"] <= report["budget"], report
-
-
-@pytest.mark.skipif(not LONG, reason="long run: MOSAIC_ATTENTION_LONG=1")
-@pytest.mark.parametrize("seed", range(24))
-def test_random_batches_match_the_oracle(seed):
+def random_batch(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     rng = random.Random(seed)
     group, head_size = rng.choice([1, 3, 4, 5, 7, 8, 16]), rng.choice([64, 80, 96, 128, 256])
     most = rng.choice([1, DecodeShape.of(group, head_size, 8).tokens])
@@ -189,6 +73,89 @@ def test_random_batches_match_the_oracle(seed):
         "padding_tokens": rng.randint(0, 9),
         "seed": seed,
     }
-    config = sizes(rng.choice([1, 2, 5]), rng.choice([1, 4]), rng.choice([3, 4]))
-    result = job("run_case", timeout=400, case=case, config=config)
-    assert check(result) is None, (case, config, result)
+    return case, sizes(rng.choice([1, 2, 5]), rng.choice([1, 4]), rng.choice([3, 4]))
+
+
+@pytest.fixture(scope="module")
+def runs(request):
+    calls = {
+        "test_matches_the_oracle": {
+            name: run_case(*batch) for name, batch in (CASES | LONG_CASES).items()
+        },
+        "test_planted_faults_are_caught": {
+            name: with_fault(run_case(*batch), f"{PACKAGE}.{module}", edits)
+            for name, (batch, module, edits) in FAULTS.items()
+        },
+        "test_random_batches_match_the_oracle": {
+            str(seed): run_case(*random_batch(seed)) for seed in SEEDS
+        },
+    }
+    return outcomes_of(request, calls)
+
+
+@pytest.mark.parametrize(
+    "name",
+    params(CASES | LONG_CASES if LONG else CASES, ["two_loops_with_every_option", "float8"]),
+)
+def test_matches_the_oracle(name, runs, request):
+    assert_right(runs[request.node.name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    params(
+        [name for name in (FAULTS if LONG else CORE_FAULTS) if name not in UNSEEN],
+        ["no_wait_for_values"],
+    ),
+)
+def test_planted_faults_are_caught(name, runs, request):
+    assert_caught(runs[request.node.name])
+
+
+@long_run
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_batches_match_the_oracle(seed, runs, request):
+    assert_right(runs[request.node.name])
+
+
+# CI compiles a selection of all kernels: test_compile_table.
+@needs_compiler
+@long_run
+@pytest.mark.parametrize("head_size", configs.head_sizes(), ids=str)
+def test_compiles_for_the_h200(head_size, tmp_path):
+    everything = {
+        "sinks": True,
+        "return_lse": True,
+        "sliding_window": 1000,
+        "soft_cap": 30.0,
+        "mixed": True,
+    }
+    pages = ("float8_e4m3fn", "int8")
+    combinations = itertools.product(
+        [head_size],
+        [16, 32, 64, 128],
+        [(q, kv) for q in ("bfloat16", "float16") for kv in (q, *pages)],
+        [(8, 1), (4, 8), (8, 8), (64, 1)],
+        [{}, everything, {"causal": False, "return_lse": True}],
+    )
+    reports = job(
+        "mosaic_decode_jobs:compile_decode",
+        3000,
+        dump_to(tmp_path),
+        combinations=list(combinations),
+    )
+    assert {report["kernel"] for report in reports} == {"paged_decode", "paged_decode_merge"}
+    for report in reports:
+        print(report)
+        assert report["spills"] == 0, report
+        if report["kernel"] != "paged_decode":
+            continue
+        # 256 threads a block, of 65536 registers in a core.
+        assert report["registers"] * 256 * report["blocks_per_core"] <= 65536, report
+        assert report["wgmma"] > 0, report
+        assert report["tma"] > 0, report
+        # Queries, weights, cleared values and results reach wgmma and TMA through generic stores.
+        assert report["fences"] >= 4, report
+        assert report["in_flight"] >= 64 << 10, report
+        if report["shared_memory"] is not None:
+            assert report["shared_memory"] <= report["budget"], report

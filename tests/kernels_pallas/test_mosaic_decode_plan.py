@@ -32,6 +32,7 @@ _plan = jax.jit(
 )
 
 
+@pytest.mark.jax_floor
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_walks", "min_blocks", "window"),
     [(1, 1, 1, None), (2, 9, 1, None), (3, 4, 2, 9), (1, 7, 4, 1)],

@@ -1,31 +1,30 @@
 """The Mosaic GPU latent attention without a GPU: in the interpreter against a float64 oracle, with planted faults, and
-compiled for the H200.
-
-Each run is a process of its own with a time limit, as a wrong kernel may hang or abort. Two run at a time.
-`MOSAIC_ATTENTION_LONG=1` adds random batches, the other faults and every page size, number of heads and dtype.
+compiled for the H200. What CI leaves to the long run: see mosaic_runs.
 """
 
 from __future__ import annotations
 
-import os
 import random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kernels_pallas.compile_job import JobError, run_job
-from kernels_pallas.gpu_target import missing_compiler
 from kernels_pallas.mla_attention.mosaic_gpu_config import tuned_config
 from tests.gpu_compiler import needs_compiler
+from tests.kernels_pallas.mosaic_dumps import dump_to
+from tests.kernels_pallas.mosaic_runs import (
+    LONG,
+    Call,
+    assert_caught,
+    assert_right,
+    job,
+    long_run,
+    outcomes_of,
+    params,
+    with_fault,
+)
 
-HERE = Path(__file__).parent
-LONG = bool(os.environ.get("MOSAIC_ATTENTION_LONG"))
-TOLERANCE = 1e-2
-STUCK = "no progress"
-"""What a job says when it ends itself because its kernel waits without end."""
-
+SEEDS = range(12)
 SIZES = {"query_tiles": 2}
 # Three slots of the ring and ten blocks: each slot is filled three times and more. One thread block does everything.
 WHOLE = {**SIZES, "stages": 3, "cores": 1}
@@ -109,90 +108,77 @@ FAULTS: dict[str, tuple[tuple[dict, dict], str, list[tuple[str, str]]]] = {
 CORE_FAULTS = ["refill_before_use", "no_wait_for_the_other_half", "unused_values_not_cleared"]
 SHAPES = [(heads, size, "bfloat16") for heads in (16, 32, 64, 128) for size in (16, 32, 64, 128)]
 SHAPES.append((64, 64, "float16"))
-CORE_SHAPES = [(16, 16, "bfloat16"), (128, 64, "bfloat16")]
 
 
-def job(function: str, timeout: float = 300, **arguments: Any) -> Any:
-    return run_job(
-        f"mosaic_mla_jobs:{function}", arguments, timeout=timeout, python_path=(str(HERE),)
-    )
+def run_case(case: dict[str, Any], config: dict[str, Any]) -> Call:
+    return "mosaic_mla_jobs:run_case", {"case": case, "config": config}
 
 
-def compile_job(dump: Path) -> Any:
-    dump.mkdir()
-    return run_job(
-        "mosaic_mla_jobs:compile_kernels",
-        {"shapes": SHAPES if LONG else CORE_SHAPES},
-        timeout=900,
-        env={"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(dump)},
-        python_path=(str(HERE),),
-    )
+def random_batch(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    decode_only = rng.random() < 0.5
+    rows = [(rng.randint(1, 700), 1) for _ in range(rng.randint(0, 3))]
+    if not decode_only:
+        for _ in range(rng.randint(1, 3)):
+            query_len = rng.choice([2, 3, 5, rng.randint(6, 40)])
+            rows.append((query_len + rng.randint(0, 400), query_len))
+    rows += [(0, 0)] * rng.randint(0 if rows else 1, 2)
+    return {
+        "rows": rows,
+        "decode_only": decode_only,
+        "heads": rng.choice([8, 16, 24, 64, 128]),
+        "page_size": rng.choice([16, 32, 64, 128]),
+        "dtype": rng.choice(["bfloat16", "float16"]),
+        "padding_tokens": 0 if decode_only else rng.randint(0, 9),
+        "seed": seed,
+    }
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """Results to come of the jobs that the selected tests need, by name of the fault or the test."""
-    dump = tmp_path_factory.mktemp("dumps") / "ptx"
-    selected = [item for item in request.session.items if item.path == Path(__file__)]
-    tests = {item.originalname for item in selected}
-    futures = {}
-    with ThreadPoolExecutor(2) as pool:
-        if "test_matches_the_oracle" in tests:
-            futures["cases"] = pool.submit(job, "run_cases", cases=CASES)
-        if "test_compiles_for_the_h200" in tests and missing_compiler() is None:
-            futures["compile"] = pool.submit(compile_job, dump)
-        for item in selected:
-            if item.originalname == "test_planted_faults_are_caught":
-                name = item.callspec.id
-                (case, config), module, edits = FAULTS[name]
-                arguments = {"case": case, "config": config, "module": module, "edits": edits}
-                futures[name] = pool.submit(job, "run_with_fault", **arguments)
-        yield futures
-        pool.shutdown(cancel_futures=True)
+def runs(request):
+    calls = {
+        "test_matches_the_oracle": {name: run_case(*batch) for name, batch in CASES.items()},
+        "test_planted_faults_are_caught": {
+            name: with_fault(
+                run_case(*batch), f"kernels_pallas.mla_attention.mosaic_gpu{module}", edits
+            )
+            for name, (batch, module, edits) in FAULTS.items()
+        },
+        "test_random_batches_match_the_oracle": {
+            str(seed): run_case(random_batch(seed), SPLIT) for seed in SEEDS
+        },
+    }
+    return outcomes_of(request, calls, limit=600)
 
 
-def check(result: dict[str, Any]) -> str | None:
-    """What is wrong with a run, or None."""
-    if result["races"]:
-        return "race"
-    if not result["zeros"]:
-        return "tokens of no request are not zero"
-    # "not <", as NaN is.
-    wrong = {name: error for name, error in result["errors"].items() if not error < TOLERANCE}
-    return f"errors {wrong}" if wrong else None
+@pytest.mark.parametrize("name", params(CASES, ["mixed"]))
+def test_matches_the_oracle(name, runs, request):
+    assert_right(runs[request.node.name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_matches_the_oracle(name, runs):
-    result = runs["cases"].result()[name]
-    print(result)
-    assert check(result) is None
+@pytest.mark.parametrize(
+    "name", params(FAULTS if LONG else CORE_FAULTS, ["no_wait_for_the_other_half"])
+)
+def test_planted_faults_are_caught(name, runs, request):
+    assert_caught(runs[request.node.name])
 
 
-@pytest.mark.parametrize("name", FAULTS if LONG else CORE_FAULTS)
-def test_planted_faults_are_caught(name, runs):
-    try:
-        found = check(runs[name].result())
-    except JobError as error:
-        found = str(error)[-300:]
-        # A race or a misused barrier, noticed by the interpreter, or a wait without end. Not a slow
-        # machine, nor a fault that could not be planted.
-        signs = ("RACE DETECTED", "Barrier", "barrier", "Thread", STUCK)
-        assert "took longer" not in str(error), error
-        assert any(sign in str(error) for sign in signs), error
-    print(found)
-    assert found is not None
+@long_run
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_batches_match_the_oracle(seed, runs, request):
+    assert_right(runs[request.node.name])
 
 
+# CI compiles a selection of all kernels: test_compile_table.
 @needs_compiler
-def test_compiles_for_the_h200(runs):
-    reports = runs["compile"].result()
-    expected = SHAPES if LONG else CORE_SHAPES
-    assert {tuple(report["shape"]) for report in reports} == set(expected)
+@long_run
+def test_compiles_for_the_h200(tmp_path):
+    reports = job("mosaic_mla_jobs:compile_kernels", 900, dump_to(tmp_path), shapes=SHAPES)
+    assert {tuple(report["shape"]) for report in reports} == set(SHAPES)
     assert {report["kernel"] for report in reports} == {"mla_attend", "mla_merge"}
     for report in reports:
         print(report)
-        assert report["spilled"] == 0, report
+        assert report["spills"] == 0, report
         # Pieces of cut tiles, padded queries, the plan; not the cache.
         assert report["temporaries"] < report["cache"] * 0.75, report
         if report["kernel"] == "mla_merge":
@@ -207,33 +193,9 @@ def test_compiles_for_the_h200(runs):
 
 
 @needs_compiler
-@pytest.mark.skipif(not LONG, reason="long run: MOSAIC_ATTENTION_LONG=1")
+@long_run
 def test_cache_update_is_one_kernel_in_place_on_the_h200():
-    update = job("compile_update")
+    update = job("mosaic_mla_jobs:compile_update")
     assert update["kernels"] == 1
     assert update["aliased"] == update["cache"]
     assert update["temporaries"] == 0
-
-
-@pytest.mark.skipif(not LONG, reason="long run: MOSAIC_ATTENTION_LONG=1")
-@pytest.mark.parametrize("seed", range(12))
-def test_random_batches_match_the_oracle(seed):
-    rng = random.Random(seed)
-    decode_only = rng.random() < 0.5
-    rows = [(rng.randint(1, 700), 1) for _ in range(rng.randint(0, 3))]
-    if not decode_only:
-        for _ in range(rng.randint(1, 3)):
-            query_len = rng.choice([2, 3, 5, rng.randint(6, 40)])
-            rows.append((query_len + rng.randint(0, 400), query_len))
-    rows += [(0, 0)] * rng.randint(0 if rows else 1, 2)
-    case = {
-        "rows": rows,
-        "decode_only": decode_only,
-        "heads": rng.choice([8, 16, 24, 64, 128]),
-        "page_size": rng.choice([16, 32, 64, 128]),
-        "dtype": rng.choice(["bfloat16", "float16"]),
-        "padding_tokens": 0 if decode_only else rng.randint(0, 9),
-        "seed": seed,
-    }
-    result = job("run_case", timeout=600, case=case, config=SPLIT)
-    assert check(result) is None, (case, result)

@@ -90,9 +90,7 @@ def test_combinations_of_options(geometry, dtype):
 def test_reference_backend(geometry):
     batch = batch_of(geometry, [(20, 1), (70, 33), (0, 0), (5, 5)], longest=80)
     arrays, keywords = batch.arrays("float32")
-    result = ragged_paged_attention(
-        *arrays, **keywords, **geometry.options, return_lse=True, implementation="reference"
-    )
+    result = compiled(geometry, False, True, "reference")(*arrays, **keywords)
     check_result(result, batch, geometry, "float32")
 
 
@@ -112,6 +110,7 @@ def mixed_rows(draw, longest=700, tokens=500, causal=True):
     return rows
 
 
+@pytest.mark.jax_floor
 @pytest.mark.parametrize(
     ("geometry", "dtype"),
     [
@@ -163,17 +162,22 @@ def test_two_parts_of_a_context_merge_by_their_log_sum_exps():
     tables[:, : shared // 16] = tables[0, : shared // 16]
     batch = dataclasses.replace(batch, block_tables=tables)
     (q, pages, *_), keywords = batch.arrays("float32")
-    attend = functools.partial(
-        ragged_paged_attention, q, pages, scale=geometry.options["scale"], return_lse=True
+    attend = jax.jit(
+        functools.partial(ragged_paged_attention, scale=geometry.options["scale"], return_lse=True),
+        static_argnames="causal",
     )
     starts = jnp.asarray(batch.query_start_loc)
     prefix, prefix_lse = attend(
+        q,
+        pages,
         jnp.asarray(tables[:1]),
         jnp.array([shared], jnp.int32),
         jnp.array([0, 34], jnp.int32),
         causal=False,
     )
     rest, rest_lse = attend(
+        q,
+        pages,
         jnp.asarray(tables[:, shared // 16 :]),
         jnp.asarray(batch.seq_lens - shared),
         starts,
@@ -186,6 +190,7 @@ def test_two_parts_of_a_context_merge_by_their_log_sum_exps():
     check_result((merged, lse), batch, geometry, "float32")
 
 
+@pytest.mark.jax_floor
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_heads_scales_and_sinks_shard_over_a_mesh(decode_only):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
@@ -212,6 +217,7 @@ def test_heads_scales_and_sinks_shard_over_a_mesh(decode_only):
     check_result(sharded(*batch.arrays("float32")), batch, ALL, "float32")
 
 
+@pytest.mark.jax_floor
 @pytest.mark.parametrize("decode_only", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["uint8", "int8"])
 def test_an_8_bit_cache_is_never_converted_as_a_whole(kv_dtype, decode_only):

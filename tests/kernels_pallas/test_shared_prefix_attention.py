@@ -107,23 +107,18 @@ def test_reference_backend_knows_of_no_prefixes():
     geometry = GEOMETRIES[1]
     batch, shared = long_batch(geometry)
     arrays, keywords = batch.arrays("float32")
-    out = shared_prefix_attention(
-        *arrays,
-        shared,
-        scale=geometry.options["scale"],
-        soft_cap=geometry.soft_cap,
-        decode_only=True,
-        implementation="reference",
-        **keywords,
-    )
+    attend = compiled(geometry, decode_only=True, implementation="reference")
+    out = attend(*arrays, shared, **keywords)
     check_result((out, None), batch, geometry, "float32")
 
 
+@pytest.mark.jax_floor
 def test_half_precision():
     batch, shared = long_batch()
     check(batch, shared, GEOMETRIES[0], "float16", decode_only=True)
 
 
+@pytest.mark.jax_floor
 def test_kv_heads_shard_over_a_mesh():
     geometry = Geometry(16, 2, 3, 16)
     batch, shared = long_batch(geometry)

@@ -4,7 +4,6 @@ a cache that starts out as NaN."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,36 +11,30 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
 
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription, describe_model
 from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.weights.loader import load_leaves
+from jaxinfer.weights.safetensors import SafetensorsReader
 
 
 def load_checkpoint(
     directory: Path, tensor_parallel_size: int = 1, max_model_len: int = 64
 ) -> tuple[ModelDescription, FunctionalDecoder, list[jax.Array]]:
-    """Read a safetensors directory by its plan alone, checking that every tensor is used or known to be ignored."""
+    """Read a safetensors directory by its plan, checking that every tensor is used or known to be ignored."""
     description = describe_model(json.loads((directory / "config.json").read_text()), max_model_len)
     model = FunctionalDecoder.create(
         description.spec, make_mesh(tensor_parallel_size), description.checkpoint_dtype
     )
-    tensors = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
-    plan = description.checkpoint_plan(model.dims)
-    assert plan.keys() == model.leaves.keys()
-    used = {name for source in plan.values() for name in source.names}
-    left = [n for n in tensors if n not in used]
-    assert not [n for n in left if not any(re.match(p, n) for p in description.ignored_tensors)]
-    leaves = []
-    for path, shape in model.leaves.items():
-        source = plan[path]
-        assert tuple(tensors[n].shape for n in source.names) == source.shapes, path
-        leaf = source.assemble([tensors[n] for n in source.names])
-        assert leaf.shape == shape.shape, path
-        leaves.append(jax.device_put(leaf.astype(shape.dtype), shape.sharding))
-    return description, model, leaves
+    leaves = load_leaves(
+        SafetensorsReader(directory),
+        description.checkpoint_plan(model.dims),
+        model.leaves,
+        ignored=description.ignored_tensors,
+    )
+    return description, model, [leaves[path] for path in model.leaves]
 
 
 @dataclass

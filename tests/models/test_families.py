@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
+from jaxinfer.weights.reader import CheckpointError
 from tests.models.paged_harness import PagedRunner, load_checkpoint
 from tests.tiny_checkpoints import CONFIGS, tiny_checkpoint, tiny_model
 
@@ -34,6 +39,30 @@ def test_four_devices_share_three_kv_heads_or_one(name: str) -> None:
 
 def test_text_half_of_a_multimodal_checkpoint() -> None:
     check("gemma3_multimodal", tensor_parallel_size=1)
+
+
+def test_what_a_checkpoint_holds_twice_is_ignored(tmp_path: Path) -> None:
+    original = tiny_checkpoint("llama")
+    shutil.copy(original / "config.json", tmp_path)
+    tensors = load_file(original / "model.safetensors")
+    _, _, expected = load_checkpoint(original)
+    assert "lm_head.weight" not in tensors
+    for name in (
+        "lm_head.weight",
+        "model.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.attn.masked_bias",
+    ):
+        tensors[name] = np.ones((3, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, _, found = load_checkpoint(tmp_path)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    save_file(
+        tensors | {"model.other.weight": tensors["lm_head.weight"]}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"model\.other\.weight"):
+        load_checkpoint(tmp_path)
 
 
 def test_page_size_16() -> None:

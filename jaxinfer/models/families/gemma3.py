@@ -110,5 +110,5 @@ FAMILY = Family(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     spec_from_config=spec_from_config,
     checkpoint_plan=checkpoint_plan,
-    ignored_tensors=(r"vision_tower\.", r"multi_modal_projector\."),
+    other_tensors=(r"vision_tower\..*", r"multi_modal_projector\..*"),
 )
