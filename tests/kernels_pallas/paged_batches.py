@@ -153,19 +153,13 @@ def oracle(batch: Batch, geometry: Geometry, dtype: str) -> tuple[np.ndarray, np
 
 
 @functools.cache
-def compiled(
-    geometry: Geometry,
-    decode_only: bool,
-    return_lse: bool = False,
-    implementation: str | None = None,
-) -> Any:
+def compiled(geometry: Geometry, decode_only: bool, return_lse: bool = False) -> Any:
     return jax.jit(
         functools.partial(
             ragged_paged_attention,
             **geometry.options,
             decode_only=decode_only,
             return_lse=return_lse,
-            implementation=implementation,
         )
     )
 

@@ -19,7 +19,7 @@ from tests.kernels_pallas.mosaic_runs import QUICK_TO_COMPILE
 
 
 def job(function: str, env: dict | None = None, **arguments: Any) -> Any:
-    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=150, env=env)
+    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=400, env=env)
 
 
 def shape(embed: int, tokens: int = 3, **more: Any) -> dict[str, Any]:

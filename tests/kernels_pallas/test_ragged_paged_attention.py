@@ -109,7 +109,7 @@ def test_reference_backend_matches_the_oracle(geometry):
         geometry, [(20, 1), (70, 33)], tokens=40, pages_per_row=20, num_pages=60, seed=2
     )
     arrays, _ = batch.arrays("float32")
-    out = compiled(geometry, False, implementation="reference")(*arrays)
+    out = ragged_paged_attention(*arrays, **geometry.options, implementation="reference")
     check_result((out, None), batch, geometry, "float32")
 
 

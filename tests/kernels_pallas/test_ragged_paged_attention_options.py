@@ -90,7 +90,9 @@ def test_combinations_of_options(geometry, dtype):
 def test_reference_backend(geometry):
     batch = batch_of(geometry, [(20, 1), (70, 33), (0, 0), (5, 5)], longest=80)
     arrays, keywords = batch.arrays("float32")
-    result = compiled(geometry, False, True, "reference")(*arrays, **keywords)
+    result = ragged_paged_attention(
+        *arrays, **keywords, **geometry.options, return_lse=True, implementation="reference"
+    )
     check_result(result, batch, geometry, "float32")
 
 

@@ -18,7 +18,7 @@ from tests.kernels_pallas.mosaic_runs import LONG, QUICK_TO_COMPILE
 
 
 def job(function: str, env: dict | None = None, **arguments: Any) -> Any:
-    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=150, env=env)
+    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=400, env=env)
 
 
 def shape(tokens=7, kv_heads=2, queries=3, head_size=64, page_size=16, **more: Any):
@@ -83,7 +83,9 @@ def test_the_choice_of_a_cpu_matches_float64(case):
 def check_on_the_cpu(case: dict[str, Any], implementation: str | None) -> None:
     args, options = jobs.inputs(case)
     *args_first, q_norm, k_norm, kv_scales = jax.tree.map(jnp.asarray, args)
-    run = jax.jit(partial(rope_kv_cache_update, implementation=implementation, **options))
+    run = partial(rope_kv_cache_update, implementation=implementation, **options)
+    if implementation != "reference":
+        run = jax.jit(run)
     results = run(*args_first, q_norm=q_norm, k_norm=k_norm, kv_scales=kv_scales)
     assert jobs.check(case, results, args, options) <= tolerance(case)
 

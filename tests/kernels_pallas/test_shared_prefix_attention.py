@@ -107,8 +107,15 @@ def test_reference_backend_knows_of_no_prefixes():
     geometry = GEOMETRIES[1]
     batch, shared = long_batch(geometry)
     arrays, keywords = batch.arrays("float32")
-    attend = compiled(geometry, decode_only=True, implementation="reference")
-    out = attend(*arrays, shared, **keywords)
+    out = shared_prefix_attention(
+        *arrays,
+        shared,
+        scale=geometry.options["scale"],
+        soft_cap=geometry.soft_cap,
+        decode_only=True,
+        implementation="reference",
+        **keywords,
+    )
     check_result((out, None), batch, geometry, "float32")
 
 
