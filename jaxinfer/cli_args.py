@@ -54,6 +54,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "cascade_min_rows": "fewest requests that attend to a shared beginning together",
         "cascade_min_tokens": "shortest beginning for which they do (default: 256 on a CPU, 1024 on a GPU)",
         "deterministic": "equal logits to the bit whatever shares the batch: docs/reproducibility.md",
+        "speculative_config": 'JSON object that says how to draft tokens: {"method": "ngram", …}',
         "tensor_parallel_size": "number of devices that share each layer",
         "warmup": "compile all programs at the start, or each when first needed",
         "compilation_cache_dir": "where compiled programs are kept",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from jaxinfer.logits_processors import LogitsProcessor, check_declared
+from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
 
 Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -124,6 +125,7 @@ class EngineConfig:
     deterministic: bool = False
     """The bits of a request's logits depend neither on who shares its batch nor on how it was computed: in which chunks,
     after which prefix hits and preemptions."""
+    speculative: SpeculativeConfig | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -197,6 +199,7 @@ class EngineArgs:
     disable_cascade_attn: bool = False
     cascade_min_rows: int = CASCADE_MIN_ROWS
     cascade_min_tokens: int | None = None
+    speculative_config: dict[str, Any] | None = None
     tensor_parallel_size: int = 1
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
@@ -304,4 +307,11 @@ class EngineArgs:
                 self.cascade_min_tokens or CASCADE_MIN_TOKENS[device],
             ),
             deterministic=self.deterministic,
+            speculative=self._speculative(device),
         )
+
+    def _speculative(self, device: Device) -> SpeculativeConfig | None:
+        given = self.speculative_config
+        if given is not None and self.deterministic:
+            raise ValueError("speculative_config can't be combined with deterministic=True.")
+        return None if given is None else speculative_config(given, device)

@@ -71,6 +71,23 @@ class ForcedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What engines with speculation add to a plan of R rows: every input token that an admission didn't bring.
+
+    `last_token_ids[r]` is the row's last known token, which such a row computes now (0 for rows whose tokens are all
+    among those they were admitted with, or forced). After it come the row's `num_drafts[r]` guesses, of the flat
+    `token_ids`: they count in `num_scheduled`, and the step samples a token after each of them. A guess may be one
+    that the row's mask excludes; then it is its last one. `wanted`: an executor that drafts is to do so for the rows
+    that sample, in this step's result.
+    """
+
+    last_token_ids: Int32
+    num_drafts: Int32
+    token_ids: Int32
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What to compute in one step, for R scheduled rows. Rows that compute one token come first.
 
@@ -84,7 +101,8 @@ class StepPlan:
     its rows reads. Such blocks are only read; what a row computes goes to blocks that it has for itself.
 
     `forced` are tokens of running rows that the host knows; they apply before anything is computed. `prefix_groups`
-    may be given where each row computes one token.
+    may be given where each row computes one token. `drafts` is given in every step of an engine with speculation, and
+    in no step of another.
 
     `rows` is the same array object as the step before's where the batch hasn't changed.
     """
@@ -99,6 +117,7 @@ class StepPlan:
     block_ids: Int32
     forced: list[ForcedTokens] = field(default_factory=list)
     prefix_groups: PrefixGroups | None = None
+    drafts: Drafts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -108,10 +127,12 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """Tokens that rows may sample: bit v%32 of `words[i, v//32]` (uint32) is set where `positions[i]`, an index into
-    the plan's rows, may produce token v. Rows that are not listed may produce any token."""
+    the plan's rows, may produce token v after its first `num_before[i]` drafts (None: 0). What is not listed may be any
+    token. Words of a row's later positions may be all zero: nothing can follow these drafts."""
 
     positions: Int32
     words: Words
+    num_before: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +151,20 @@ class StepResult:
     `invalid[r]`: the row's logits held a NaN and no token can be trusted. `logprobs` covers all R rows when any of
     them asked. `prompt_logprobs` maps an index into the plan's rows to the prompt positions that this step scored:
     the logprobs of prompt tokens num_computed+1 … (the first prompt token has none).
+
+    With `num_tokens`, row r got the next `num_tokens[r]` of the flat `token_ids` and `logprobs`: as many of its drafts
+    as were sampled again, and the token after them. 1 for rows without drafts, and where `invalid`.
+
+    `draft_token_ids` [R, K]: guesses for the tokens after those of this result, a row's as many as come before its
+    first -1, by an executor that drafts.
     """
 
     token_ids: Int32
     invalid: Bool
     logprobs: LogprobArrays | None = None
     prompt_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
+    num_tokens: Int32 | None = None
+    draft_token_ids: npt.NDArray[np.int32] | None = None
 
 
 class StepHandle(Protocol):

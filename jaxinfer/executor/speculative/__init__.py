@@ -1,0 +1,1 @@
+"""Speculative decoding on the device: verifying drafts, and models that make them."""

@@ -1,0 +1,57 @@
+"""What a model that drafts tokens is given in each step, and what it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxinfer.engine.plan import StepPlan
+from jaxinfer.executor.buckets import StepShape
+
+
+class DraftStep(NamedTuple):
+    """A step whose forward pass and sampling have been launched. T, R: the rungs of `shape`; S: all rows of the
+    engine, entry S of an array by row being padding's."""
+
+    plan: StepPlan
+    """Its `drafts` say how many drafts each row has verified, and whether new ones are wanted."""
+    shape: StepShape
+    packed: np.ndarray
+    """The inputs, laid out by `PackedLayout(shape)`. All token ids are there: speculation leaves none to the device."""
+    hidden: jax.Array
+    """[T, E], after the target's final norm."""
+    aux_hidden: tuple[jax.Array, ...]
+    """[T, E] each, of `Drafter.aux_layers`."""
+    last_tokens: jax.Array
+    """[S + 1] int32 by row: the last token that the step emitted, which nobody has computed yet. Rows that don't sample
+    keep what was there. Donated to the next step's sampling: read it in programs that are launched before."""
+    num_accepted: jax.Array
+    """[S + 1] int32 by row: how many of its drafts were accepted. The hidden state that belongs to `last_tokens` is that
+    of the row's token `num_scheduled - 1 - num_drafts + num_accepted`, counted from its first one in this step."""
+    sampling: np.ndarray
+    """[R, NUM_COLUMNS], the rows' sampling parameters as `SamplingRows.gather` packs them; POSITION is that of the first
+    token that the step samples, ACTIVE whether the row samples at all."""
+
+
+class Drafter(Protocol):
+    """Called once per step, whether drafts are wanted or not: its own cache has to see every token.
+
+    Blocks: a row that samples holds blocks for `SpeculativeConfig.num_lookahead_tokens` positions after those that
+    the step computes, unless the pool had none to spare: the drafter has to look.
+    """
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose input it wants to see."""
+        ...
+
+    def propose(self, step: DraftStep) -> jax.Array | None:
+        """Launch the drafting: [R, K] int32, -1 from where a row has none on. None when none are wanted."""
+        ...
+
+    def jobs(self) -> Iterator[tuple[tuple, Callable[[], object]]]:
+        """Its programs' keys, and what compiles them, for every shape that a step can have."""
+        ...
