@@ -39,8 +39,8 @@ _MEMORY_SECONDS = 1.0
 class EngineCore:
     """Serves requests with one executor. Not thread-safe; requests enter and leave between steps.
 
-    With `async_scheduling`, a step is launched before the tokens of the one before it are read; without, each step
-    is read before the next is planned. The tokens are the same.
+    With `async_scheduling`, a step is launched before the tokens of the one before it are read; without, and under
+    speculation, whose guesses depend on them, each step is read before the next is planned. The tokens are the same.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class EngineCore:
         self.scheduler = Scheduler(config, executor.num_blocks)
         self._grammars = GrammarQueue(grammars)
         self._masks = TokenMaskBuilder(self.scheduler.table, grammars)
-        self._depth = 2 if config.scheduler.async_scheduling else 1
+        overlap = config.scheduler.async_scheduling and config.speculative is None
+        self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs = EngineCoreOutputs()
         self._failed: list[FinishedRequest] = []

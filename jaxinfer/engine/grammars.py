@@ -25,6 +25,10 @@ class Matcher(Protocol):
         """Go on by one token. An error's text when it can't follow, or the grammar became too large to follow."""
         ...
 
+    def num_valid(self, tokens: list[int]) -> int:
+        """How many of these tokens may follow, one after the other."""
+        ...
+
     def rollback(self, num_tokens: int) -> None:
         """Forget the last tokens accepted."""
         ...

@@ -13,15 +13,18 @@ from jaxinfer.engine.scheduled_step import ScheduledStep
 def forced_runs(step: ScheduledStep, mask: TokenMask | None, table: RowTable) -> dict[int, Int32]:
     """By position in the step's plan: at least two tokens that must come next, the first of which the step samples.
 
-    Those that end the request are left to the ordinary way.
+    Those that end the request are left to the ordinary way, and rows with drafts go as far as these.
     """
     if mask is None or not table.num_guided:
         return {}
     runs: dict[int, Int32] = {}
     guided = np.flatnonzero(table.guided[step.batch.rows[mask.positions]])
     certain = np.bitwise_count(mask.words[guided]).sum(axis=1) == 1
+    drafts = step.plan.drafts
     for i in guided[certain].tolist():
         position = int(mask.positions[i])
+        if drafts is not None and drafts.num_drafts[position]:
+            continue
         request = step.batch.requests[position]
         if not may_jump(request):
             continue

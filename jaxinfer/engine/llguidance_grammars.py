@@ -25,6 +25,9 @@ class LlguidanceMatcher:
     def accept(self, token: int) -> str | None:
         return None if self.matcher.consume_token(token) else _error(self.matcher)
 
+    def num_valid(self, tokens: list[int]) -> int:
+        return self.matcher.validate_tokens(tokens)
+
     def rollback(self, num_tokens: int) -> None:
         if not self.matcher.rollback(num_tokens):
             raise RuntimeError(f"The grammar can't go back: {_error(self.matcher)}")

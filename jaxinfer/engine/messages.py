@@ -80,7 +80,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     core hands out the same list of ids as long as the batch stays the same.
 
     When a step can bring several tokens for a request, `num_tokens[i]` says how many of the flat `token_ids`
-    belong to `request_ids[i]`. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
+    belong to `request_ids[i]`. `num_drafted` (by request) says how many tokens were guessed for it and how many of
+    them were right. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
     positions of its prompt) hold only what was asked for. `finished` may name requests that got no token.
     """
 
@@ -93,6 +94,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     first_scheduled: list[Admission] = []
     timestamp: float = 0.0
     stats: SchedulerStats | None = None
+    num_drafted: dict[str, tuple[int, int]] = {}
 
     @property
     def is_empty(self) -> bool:

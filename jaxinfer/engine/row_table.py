@@ -95,6 +95,20 @@ class RowTable:
         self.num_output[rows] = lengths
         return lengths
 
+    def append_runs(self, rows: Int32, tokens: Int32, counts: Int32) -> None:
+        """Append the next `counts[n]` of the flat `tokens` to the output of each of `rows` [N] (distinct)."""
+        lengths = self.num_output[rows]
+        self._reserve(int((lengths + counts).max(initial=0)))
+        first = lengths - (np.cumsum(counts) - counts)
+        self._outputs[
+            np.repeat(rows, counts), np.arange(len(tokens)) + np.repeat(first, counts)
+        ] = tokens
+        self.num_output[rows] = lengths + counts
+
+    def last_output_tokens(self, rows: Int32) -> Int32:
+        """The last output token of each of `rows` [N], anything where there is none."""
+        return self._outputs[rows, np.maximum(self.num_output[rows] - 1, 0)]
+
     def token_ids(self, row: int, start: int, stop: int) -> Int32:
         """The known tokens at positions [start, stop) of prompt and output."""
         request = self.requests[row]

@@ -32,6 +32,7 @@ from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.request_queue import create_request_queue
 from jaxinfer.engine.row_table import RowTable
 from jaxinfer.engine.scheduled_step import Batch, ScheduledStep
+from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.engine.step_outputs import StepUpdate
 
@@ -50,6 +51,9 @@ class Scheduler:
         )
         self.prefix_cache = PrefixCache(config.cache, self.kv, self.table)
         self.prefix_grouping = PrefixGrouping(config.cascade, self.kv, self.table)
+        self.speculation: Speculation | None = None
+        if config.speculative is not None:
+            self.speculation = Speculation(config.speculative, config, self.table)
         self.waiting = create_request_queue(config.scheduler.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -94,7 +98,11 @@ class Scheduler:
         """Plan the next step; None when there is nothing to compute (until results in flight come back)."""
         preemptions_before = self._num_preemptions
         computed, counts, missing = self._fit_running()
-        rows = self._batch().rows
+        batch = self._batch()
+        rows = batch.rows
+        if self.speculation is not None:
+            drafts = self.speculation.choose(batch, computed, counts, self.kv)
+            missing = np.maximum(self.kv.missing(rows, computed + counts + drafts), 0)
         entries = [self.kv.grow(rows, missing)]
         longest = counts.max(initial=0)
         # Before anybody is admitted: newcomers may share what the running requests compute in this step.
@@ -110,10 +118,15 @@ class Scheduler:
             batch, counts = batch.take(index), counts[index]
         if not counts.size:
             return None
+        scheduled = counts
+        if self.speculation is not None:
+            self.speculation.look_ahead(batch, counts, self.kv, entries)
+            scheduled = counts + self.speculation.num_drafts[batch.rows]
+            longest = scheduled.max()
         groups = None
         if longest > 1:
             # Rows with one token first: the device may treat them as decodes.
-            index = np.argsort(counts != 1, kind="stable")
+            index = np.argsort(scheduled != 1, kind="stable")
             batch, counts = batch.take(index), counts[index]
         else:
             batch, groups = self.prefix_grouping.arrange(batch)
@@ -135,6 +148,8 @@ class Scheduler:
         update = StepUpdate(self.table, step, result)
         if update.ended:
             self.finish(update.ended)
+        if self.speculation is not None:
+            self.speculation.update(step, result)
         update.outputs.stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.requests) - len(self.running),
@@ -143,6 +158,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self.prefix_cache.num_queries,
             prefix_cache_hits=self.prefix_cache.num_hits,
+            spec_decode=update.spec_decode,
         )
         self._num_preemptions = 0
         self.prefix_cache.num_queries = self.prefix_cache.num_hits = 0
@@ -220,6 +236,8 @@ class Scheduler:
         """
         table, kv, cache, config = self.table, self.kv, self.prefix_cache, self._config
         budget = config.max_num_batched_tokens - int(counts.sum())
+        if self.speculation is not None:
+            budget -= int(self.speculation.num_drafts.sum())
         admitted: list[Request] = []
         if budget <= 0 or not table.num_free:
             return admitted, counts
@@ -284,6 +302,11 @@ class Scheduler:
         num_tokens = table.num_tokens[rows]
         ends = computed + counts
         samples = ends == num_tokens
+        drafts = None
+        if self.speculation is not None:
+            # Until they are verified, the table knows nothing of the guesses.
+            drafts = self.speculation.plan(batch, computed, samples)
+            counts = counts + drafts.num_drafts
         table.num_computed[rows] = ends
         table.num_tokens[rows] = num_tokens + samples
         plan = StepPlan(
@@ -300,6 +323,7 @@ class Scheduler:
             block_ids=entries.blocks,
             forced=list(self._forced.values()),
             prefix_groups=groups,
+            drafts=drafts,
         )
         self._forced = {}
         now = time.monotonic() if admitted else 0.0

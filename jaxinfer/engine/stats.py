@@ -32,13 +32,24 @@ class DeviceMemory(msgspec.Struct, array_like=True, gc=False):
     limit_bytes: int
 
 
+class SpecDecodeStats(msgspec.Struct, array_like=True):
+    """What a step verified: `num_drafts` requests' guesses, `num_draft_tokens` in all, of which `num_accepted_tokens`
+    were right; `num_accepted_tokens_per_pos[i]` of them were a request's guess number i."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The scheduler after a step: `kv_cache_usage` is the used share of the block pool, in [0, 1];
     `num_scheduled_tokens` are the step's, `num_preemptions` those since the step before it.
 
     Since then, too: `prefix_cache_queries` tokens of requests that were admitted for the first time and may read the
     prefix cache, `prefix_cache_hits` of which were found there, and the core's `seconds`. `num_compilations` are the
-    executor's since it was ready; `memory` is there now and then."""
+    executor's since it was ready; `memory` is there now and then. `spec_decode` is the step's, None where it verified
+    nothing."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -51,3 +62,4 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     work: StepWork | None = None
     seconds: HostSeconds | None = None
     memory: DeviceMemory | None = None
+    spec_decode: SpecDecodeStats | None = None

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxinfer.engine.grammars import GrammarBackend, Matcher
-from jaxinfer.engine.plan import TokenMask, Words
+from jaxinfer.engine.plan import Drafts, Int32, TokenMask, Words
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 from jaxinfer.engine.scheduled_step import Batch, ScheduledStep
@@ -20,6 +20,21 @@ def pack_tokens(token_ids: Iterable[int], vocab_size: int) -> Words:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _after_drafts(
+    drafts: Drafts, positions: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[np.intp], list[Int32]]:
+    """Each of the `positions` once without drafts and once after each of them; and which drafts come before."""
+    starts = np.cumsum(drafts.num_drafts) - drafts.num_drafts
+    each: list[int] = []
+    before: list[Int32] = []
+    for position in positions.tolist():
+        count, start = int(drafts.num_drafts[position]), int(starts[position])
+        own = drafts.token_ids[start : start + count]
+        each += [position] * (count + 1)
+        before += [own[:j] for j in range(count + 1)]
+    return np.array(each, np.intp), before
 
 
 class TokenMaskBuilder:
@@ -57,9 +72,16 @@ class TokenMaskBuilder:
         positions = np.flatnonzero(restricted & step.plan.samples & batch.live(table))
         if not positions.size:
             return None, []
+        no_stop = no_stop[positions]
+        before: list[Int32] | None = None
+        num_before = None
+        if step.plan.drafts is not None and step.plan.drafts.num_drafts[positions].any():
+            positions, before = _after_drafts(step.plan.drafts, positions)
+            num_before = np.array([len(drafts) for drafts in before], np.int32)
+            no_stop = num_output[positions] + num_before < table.min_tokens[rows[positions]]
         words = np.repeat(self._every_token[None], len(positions), axis=0)
-        guided = self._fill_guided(batch, positions, words)
-        without_stop = np.flatnonzero(no_stop[positions])
+        guided = self._fill_guided(batch, positions, before, words)
+        without_stop = np.flatnonzero(no_stop)
         words[without_stop] &= ~table.stop_words[rows[positions[without_stop]]]
         for i in np.flatnonzero(table.always_masked[rows[positions]]).tolist():
             request = batch.requests[positions[i]]
@@ -67,17 +89,24 @@ class TokenMaskBuilder:
                 # The grammar is at its end, which min_tokens can't put off.
                 words[i] = guided[i]
             words[i] &= self._allowed_words(request)
-            for token in self._completions(request):
+            for token in self._completions(request, None if before is None else before[i]):
                 words[i, token >> 5] &= ~np.uint32(1 << (token & 31))
-        stuck = np.flatnonzero(~words.any(axis=1))
+        none_left = ~words.any(axis=1)
+        if num_before is not None:
+            none_left &= num_before == 0
+        stuck = np.flatnonzero(none_left)
         words[stuck] = self._every_token
         return (
-            TokenMask(positions.astype(np.int32), words),
+            TokenMask(positions.astype(np.int32), words, num_before),
             [batch.requests[positions[i]] for i in stuck],
         )
 
     def _fill_guided(
-        self, batch: Batch, positions: npt.NDArray[np.intp], words: Words
+        self,
+        batch: Batch,
+        positions: npt.NDArray[np.intp],
+        before: list[Int32] | None,
+        words: Words,
     ) -> dict[int, Words]:
         """Write the tokens that grammars allow; returns a copy of those of rows that also have min_tokens."""
         if not self._table.num_guided:
@@ -87,13 +116,29 @@ class TokenMaskBuilder:
         for i, position in enumerate(positions.tolist()):
             request = batch.requests[position]
             if request.matcher is not None:
-                matchers.append((request.matcher, i))
+                if before is None or not len(before[i]):
+                    matchers.append((request.matcher, i))
                 if request.min_tokens:
                     with_minimum.append(i)
         if matchers:
             assert self._grammars is not None
             self._grammars.fill_masks(matchers, words)
+            if before is not None:
+                for matcher, i in matchers:
+                    self._follow(matcher, i, before, words)
         return {i: words[i].copy() for i in with_minimum}
+
+    def _follow(self, matcher: Matcher, first: int, before: list[Int32], words: Words) -> None:
+        """Write what may follow in a row's grammar after each of its drafts, whose words come after words[first]. After
+        one that the grammar refuses or ends with, nothing is sampled that counts."""
+        assert self._grammars is not None
+        matcher = matcher.copy()
+        for i in range(first + 1, len(before)):
+            if not len(before[i]):
+                return
+            if matcher.accept(int(before[i][-1])) is not None or matcher.is_finished:
+                return
+            self._grammars.fill_masks([(matcher, i)], words)
 
     def _allowed_words(self, request: Request) -> Words:
         """What allowed_token_ids and bad words of one token leave, whatever the output is."""
@@ -106,12 +151,14 @@ class TokenMaskBuilder:
             request.allowed_words = words & ~pack_tokens(banned, vocab_size)
         return request.allowed_words
 
-    def _completions(self, request: Request) -> Iterator[int]:
-        """Tokens that would complete a bad word whose other tokens end the output."""
+    def _completions(self, request: Request, drafts: Int32 | None) -> Iterator[int]:
+        """Tokens that would complete a bad word whose other tokens end the output, with these `drafts` after it."""
         if not request.bad_sequences:
             return
         longest = max(len(word) for word in request.bad_sequences) - 1
         output = self._table.output_token_ids(request.row)[-longest:].tolist()
+        if drafts is not None:
+            output += drafts.tolist()
         for *beginning, last in request.bad_sequences:
             if output[-len(beginning) :] == beginning and 0 <= last < self._table.vocab_size:
                 yield last

@@ -27,14 +27,20 @@ from jaxinfer.engine.grammars import GrammarBackend
 from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from jaxinfer.engine.plan import (
     MAX_PREFIX_GROUPS,
+    Int32,
     LogprobArrays,
     StepPlan,
     StepResult,
     TokenMask,
 )
+<<<<<<< HEAD
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
+=======
+from jaxinfer.engine.scheduled_step import ScheduledStep
+>>>>>>> ae8542a (The engine core verifies drafted tokens: n-grams, grammars, token rules, metrics)
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
 
 VOCAB = 50
 BLOCK_SIZE = 4
@@ -73,6 +79,7 @@ def make_config(
     max_overtakes: int = 64,
     jump_ahead: bool = True,
     cascade: CascadeConfig = CASCADE,
+    speculative: SpeculativeConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
@@ -96,6 +103,7 @@ def make_config(
         compilation=CompilationConfig(),
         device="cpu",
         cascade=cascade,
+        speculative=speculative,
     )
 
 
@@ -136,11 +144,61 @@ class DeviceRow:
     blocks: list[int] = field(default_factory=list)
     computed: int | None = None
     shared: int = 0
+    admitted: int = 0
+    """Tokens that the executor was told at the row's admission, or since as forced ones."""
 
     def append(self, token: int) -> None:
         before = self.prefixes[-1] if self.prefixes else 0
         self.tokens.append(token)
         self.prefixes.append(zlib.crc32(token.to_bytes(4, "little"), before))
+
+    def extended(self, tokens: Sequence[int]) -> list[int]:
+        """`prefixes` as they would go on with these tokens."""
+        prefixes = list(self.prefixes)
+        for token in tokens:
+            prefixes.append(zlib.crc32(token.to_bytes(4, "little"), prefixes[-1]))
+        return prefixes
+
+
+def _drafts(plan: StepPlan) -> list[tuple[int | None, list[int]]]:
+    """Per row the last known token, and the guesses after it."""
+    if plan.drafts is None:
+        return [(None, [])] * len(plan.rows)
+    counts, guesses = plan.drafts.num_drafts, plan.drafts.token_ids
+    assert len(guesses) == counts.sum() and (plan.num_scheduled > counts).all()
+    assert counts.dtype == guesses.dtype == plan.drafts.last_token_ids.dtype == np.int32
+    parts = np.split(guesses, np.cumsum(counts)[:-1])
+    return [
+        (last, part.tolist())
+        for last, part in zip(plan.drafts.last_token_ids.tolist(), parts, strict=True)
+    ]
+
+
+class Guesses:
+    """A source of drafts that knows what the fake device samples, and errs now and then: the guess at a place is wrong
+    for one context in `wrong` (1: always, 0: never)."""
+
+    def __init__(self, core: EngineCore, wrong: int, next_token: NextToken) -> None:
+        self._table = core.scheduler.table
+        self._wrong = wrong
+        self._next_token = next_token
+
+    def drafts(self, row: int, limit: int) -> Int32:
+        context = self._table.token_ids(row, 0, int(self._table.num_tokens[row])).tolist()
+        guesses = []
+        for _ in range(limit):
+            token = self._next_token(context)
+            if self._wrong and zlib.crc32(bytes(context)) % self._wrong == 0:
+                token = (token + 1) % VOCAB
+            guesses.append(token)
+            context.append(token)
+        return np.array(guesses, np.int32)
+
+    def store(self, step: ScheduledStep, result: StepResult) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
 
 
 class FakeHandle:
@@ -201,6 +259,7 @@ class FakeExecutor:
             self._rows[admitted.row] = row = DeviceRow(self._generation)
             for token in admitted.token_ids.tolist():
                 row.append(token)
+            row.admitted = len(row.tokens)
             assert admitted.row in plan.rows
         for forced in plan.forced:
             first, *rest = forced.token_ids.tolist()
@@ -209,6 +268,7 @@ class FakeExecutor:
             assert rest
             for token in rest:
                 forced_row.append(token)
+            forced_row.admitted = len(forced_row.tokens)
         for row, col, block in zip(
             plan.block_rows.tolist(), plan.block_cols.tolist(), plan.block_ids.tolist(), strict=True
         ):
@@ -216,34 +276,43 @@ class FakeExecutor:
             assert col == len(self._rows[row].blocks), "block tables grow at their end"
             assert row in plan.rows
             self._rows[row].blocks.append(block)
-        for row_id, count, computed, samples in zip(
+        speculates = self.config.speculative is not None
+        assert (plan.drafts is not None) == speculates
+        for row_id, count, computed, samples, (last, drafts) in zip(
             plan.rows.tolist(),
             counts,
             plan.num_computed.tolist(),
             plan.samples.tolist(),
+            _drafts(plan),
             strict=True,
         ):
             row = self._rows[row_id]
-            end = computed + count
+            # Guesses are computed like known tokens, and known by nobody.
+            known_end, end = computed + count - len(drafts), computed + count
+            if speculates and known_end > row.admitted:
+                assert known_end - computed > 1 or last == row.tokens[computed]
             if row.computed is None:
                 row.computed = computed
                 row.shared = computed // block_size
                 assert computed % block_size == 0, "only full blocks are shared"
             assert computed == row.computed
-            assert end <= len(row.tokens), "a token is computed before it is known"
-            assert samples == (end == len(row.tokens))
+            assert known_end <= len(row.tokens), "a token is computed before it is known"
+            assert samples == (known_end == len(row.tokens))
+            assert samples or not drafts
             assert end < self.config.model.max_model_len
-            assert len(row.blocks) == -(-end // block_size), (
+            needed = -(-end // block_size)
+            assert len(row.blocks) == needed or (speculates and len(row.blocks) > needed), (
                 "neither too few blocks nor more than needed"
             )
+            prefixes = row.extended(drafts)
             for position in range(computed, end):
                 block = row.blocks[position // block_size]
                 if position % block_size == 0:
                     self._owner[block] = (row_id, row.generation)
                     assert position // block_size >= row.shared
                 assert self._owner[block] == (row_id, row.generation), "a block has two writers"
-                self._kv[block, position % block_size] = row.prefixes[position]
-            row.computed = end
+                self._kv[block, position % block_size] = prefixes[position]
+            row.computed = known_end
         if plan.prefix_groups is not None:
             self._check_groups(plan)
 
@@ -268,31 +337,65 @@ class FakeExecutor:
         self.log.append("sample")
         self.masks.append(mask)
         plan = self.plans[-1]
-        masked = {} if mask is None else dict(zip(mask.positions.tolist(), mask.words, strict=True))
-        tokens, invalid = [], []
-        for i, (row_id, samples) in enumerate(zip(plan.rows.tolist(), plan.samples, strict=True)):
+        masked = {}
+        if mask is not None:
+            num_before = (
+                np.zeros_like(mask.positions) if mask.num_before is None else mask.num_before
+            )
+            keys = zip(mask.positions.tolist(), num_before.tolist(), strict=True)
+            masked = dict(zip(keys, mask.words, strict=True))
+        tokens, invalid, counts = [], [], []
+        for i, (row_id, samples, (_, drafts)) in enumerate(
+            zip(plan.rows.tolist(), plan.samples, _drafts(plan), strict=True)
+        ):
             row = self._rows[row_id]
             held = self._kv[row.blocks].reshape(-1)[: row.computed].tolist()
             assert held == row.prefixes[: row.computed], "the KV cache holds another's tokens"
+            invalid.append(False)
+            counts.append(1)
             if not samples:
                 tokens.append(-12345)
-                invalid.append(False)
                 continue
-            words = masked.get(i)
+            assert row.computed is not None
             context = row.tokens[: row.computed]
-            token = self.next_token(context)
-            while words is not None and not int(words[token // 32]) >> (token % 32) & 1:
-                token = (token + 1) % VOCAB
-            tokens.append(token)
-            invalid.append(self.is_invalid(context))
-            row.append(token)
-        handle = FakeHandle(self, self._result(plan, tokens, invalid))
+            run = self._verify(context, drafts, {j: masked.get((i, j)) for j in range(9)})
+            if not run:
+                invalid[-1], run = True, [0]
+            counts[-1] = len(run)
+            tokens += run
+            for token in run:
+                row.append(token)
+            row.computed += len(run) - 1
+        handle = FakeHandle(self, self._result(plan, tokens, invalid, counts))
         self.unread.append(handle)
-        assert len(self.unread) <= (2 if self.config.scheduler.async_scheduling else 1)
+        overlap = self.config.scheduler.async_scheduling and self.config.speculative is None
+        assert len(self.unread) <= (2 if overlap else 1)
         return handle
 
-    def _result(self, plan: StepPlan, tokens: list[int], invalid: list[bool]) -> StepResult:
+    def _verify(
+        self, context: Sequence[int], drafts: Sequence[int], words: dict[int, np.ndarray | None]
+    ) -> list[int]:
+        """The tokens that would be sampled one after the other, as far as each was guessed; none: not a number."""
+        run: list[int] = []
+        for j, guess in enumerate([*drafts, None]):
+            allowed = words[j]
+            assert j or allowed is None or allowed.any()
+            if self.is_invalid([*context, *run]) or not (allowed is None or allowed.any()):
+                break
+            token = self.next_token([*context, *run])
+            while allowed is not None and not int(allowed[token // 32]) >> (token % 32) & 1:
+                token = (token + 1) % VOCAB
+            run.append(token)
+            if token != guess:
+                break
+        return run
+
+    def _result(
+        self, plan: StepPlan, tokens: list[int], invalid: list[bool], counts: list[int]
+    ) -> StepResult:
         result = StepResult(np.array(tokens, np.int32), np.array(invalid))
+        if plan.drafts is not None and plan.drafts.num_drafts.any():
+            result = replace(result, num_tokens=np.array(counts, np.int32))
         if self.num_logprobs is not None:
             result = replace(result, logprobs=self._logprobs(tokens))
         if self.prompt_logprobs:
@@ -330,11 +433,21 @@ def make_core(
     num_blocks: int = 64,
     next_token: NextToken = hashed_token,
     grammars: GrammarBackend | None = None,
+    wrong_guesses: int | None = None,
     **config: object,
 ) -> tuple[EngineCore, FakeExecutor]:
+    """`wrong_guesses`: see `Guesses`; drafts come from these where the engine speculates."""
     resolved = make_config(**config)  # type: ignore[arg-type]
     executor = FakeExecutor(resolved, num_blocks, next_token)
-    return EngineCore(resolved, executor, grammars), executor
+    core = EngineCore(resolved, executor, grammars)
+    if core.scheduler.speculation is not None and wrong_guesses is not None:
+        core.scheduler.speculation.source = Guesses(core, wrong_guesses, next_token)
+    return core, executor
+
+
+def speculative(num_tokens: int = 3, **more: object) -> SpeculativeConfig:
+    given = {"method": "ngram", "num_speculative_tokens": num_tokens, **more}
+    return speculative_config(given, "cpu")
 
 
 @dataclass

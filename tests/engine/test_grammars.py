@@ -33,7 +33,9 @@ class ListMatcher:
         self.accepted: list[int] = []
 
     def copy(self) -> ListMatcher:
-        return ListMatcher(self.places)
+        copy = ListMatcher(self.places)
+        copy.accepted = list(self.accepted)
+        return copy
 
     def allowed(self) -> list[int]:
         done = len(self.accepted)
@@ -44,6 +46,10 @@ class ListMatcher:
             return f"{token} may not follow {self.accepted}"
         self.accepted.append(token)
         return None
+
+    def num_valid(self, tokens: list[int]) -> int:
+        copy = self.copy()
+        return next((i for i, t in enumerate(tokens) if copy.accept(t)), len(tokens))
 
     def rollback(self, num_tokens: int) -> None:
         del self.accepted[len(self.accepted) - num_tokens :]
