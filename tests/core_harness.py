@@ -69,10 +69,13 @@ def run(
         if not core.has_unfinished():
             break
         outputs = core.step()
-        assert outputs.num_tokens is None
         if stats is not None and outputs.stats is not None:
             stats.append(outputs.stats)
-        for i, (name, token) in enumerate(zip(outputs.request_ids, outputs.token_ids, strict=True)):
+        counts = outputs.num_tokens or [1] * len(outputs.request_ids)
+        names = [
+            n for n, count in zip(outputs.request_ids, counts, strict=True) for _ in range(count)
+        ]
+        for i, (name, token) in enumerate(zip(names, outputs.token_ids, strict=True)):
             results[name].token_ids.append(token)
             if i in outputs.logprobs:
                 results[name].logprobs.append(outputs.logprobs[i])

@@ -44,9 +44,9 @@ def _rungs(low: int, high: int, factor: int) -> tuple[int, ...]:
     return (*rungs, high)
 
 
-def _token_rungs(budget: int) -> tuple[int, ...]:
-    """Powers of two from 16, and three quarters of a large `budget`: its last octave is where padding costs most."""
-    rungs = _rungs(16, max(budget, 16), 2)
+def _token_rungs(low: int, budget: int) -> tuple[int, ...]:
+    """Powers of two from `low`, and three quarters of a large `budget`: its last octave is where padding costs most."""
+    rungs = _rungs(low, max(budget, low), 2)
     if budget < _COMPUTE_BOUND:
         return rungs
     return tuple(sorted({*rungs, 3 * budget // 4}))
@@ -68,6 +68,8 @@ class BucketLadder:
     mixed_rows: tuple[int, ...]
     pages: tuple[int, ...]
     min_grouped_rows: int | None = None
+    max_positions: int = 0
+    """Most positions that a step with drafts samples at; 0: there are none."""
 
     @classmethod
     def create(
@@ -76,14 +78,18 @@ class BucketLadder:
         max_num_seqs: int,
         max_pages: int,
         min_grouped_rows: int | None = None,
+        max_drafts: int = 0,
     ) -> BucketLadder:
+        """With `max_drafts`, the most in a step, there are rungs for the verification of few rows."""
         rows = max(max_num_seqs, MIN_ROWS)
+        fewest_tokens, fewest_rows = (4, MIN_ROWS) if max_drafts else (16, 8)
         return cls(
             decode_rows=_rungs(MIN_ROWS, rows, 2),
-            mixed_tokens=_token_rungs(max_num_batched_tokens),
-            mixed_rows=_rungs(8, max(rows, 8), 8),
+            mixed_tokens=_token_rungs(fewest_tokens, max_num_batched_tokens),
+            mixed_rows=_rungs(fewest_rows, max(rows, fewest_rows), 8),
             pages=_rungs(512, max_pages, 8),
             min_grouped_rows=min_grouped_rows,
+            max_positions=min(rows + max_drafts, max_num_batched_tokens) if max_drafts else 0,
         )
 
     @classmethod
@@ -107,6 +113,16 @@ class BucketLadder:
             pages,
             False,
         )
+
+    def positions(self, num_positions: int) -> int:
+        """The rung for a step with drafts that samples at so many positions: that of its tokens if there are no others."""
+        return _at_least(self.mixed_tokens, num_positions)
+
+    def all_positions(self) -> tuple[int, ...]:
+        """Every rung that `positions` can return."""
+        if not self.max_positions:
+            return ()
+        return self.mixed_tokens[: bisect_left(self.mixed_tokens, self.max_positions) + 1]
 
     def all_shapes(self) -> Iterator[StepShape]:
         """Every shape that `shape` can return, the largest first."""

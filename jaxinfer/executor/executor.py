@@ -86,6 +86,7 @@ class MeshExecutor:
             max_logprobs=config.model.max_logprobs,
             logprobs_mode=config.model.logprobs_mode,
             processors=compiled_in,
+            num_drafts=config.speculative.num_speculative_tokens if config.speculative else 0,
         )
         num_blocks = _size_cache(config, programs, leaves, memory)
         programs = replace(programs, num_blocks=num_blocks)
@@ -173,6 +174,7 @@ def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
         config.scheduler.max_num_seqs,
         config.max_blocks_per_seq,
         _min_grouped_rows(config, spec),
+        _max_drafts(config),
     )
 
 
@@ -182,6 +184,14 @@ def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
     if not config.cascade.enabled or all(layer.sliding_window for layer in spec.layers):
         return None
     return config.cascade.min_rows
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """The most that a step verifies."""
+    speculative, num_rows = config.speculative, config.scheduler.max_num_seqs
+    if speculative is None:
+        return 0
+    return min(speculative.disable_by_batch_size, num_rows) * speculative.num_speculative_tokens
 
 
 def _size_cache(

@@ -165,9 +165,17 @@ class InputBatch:
     def _fill_token_ids(
         self, plan: StepPlan, ends: np.ndarray, seq_lens: np.ndarray, out: np.ndarray
     ) -> None:
-        """Known tokens from the host, `FROM_DEVICE` for a row that has run past what the host knows."""
+        """Known tokens from the host, `FROM_DEVICE` for a row that has run past what the host knows; with drafts, these
+        after the token that the plan brings."""
         from_host = self.num_known[plan.rows] >= seq_lens
-        out[(ends - 1)[~from_host]] = FROM_DEVICE
+        if plan.drafts is None:
+            out[(ends - 1)[~from_host]] = FROM_DEVICE
+        else:
+            counts = plan.drafts.num_drafts
+            first = ends - 1 - counts
+            out[first[~from_host]] = plan.drafts.last_token_ids[~from_host]
+            place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            out[np.repeat(first + 1, counts) + place] = plan.drafts.token_ids
         for r in np.flatnonzero(from_host):
             admitted = self.admitted[plan.rows[r]]
             assert admitted is not None, f"row {plan.rows[r]} was scheduled before it was admitted"

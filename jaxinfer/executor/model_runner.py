@@ -13,8 +13,15 @@ from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logprobs import TokenLogprobs
-from jaxinfer.executor.programs import INVALID_TOKEN, Programs
+from jaxinfer.executor.programs import Programs
+from jaxinfer.executor.sampler import INVALID_TOKEN
+from jaxinfer.executor.sampler_features import SamplerFeatures
 from jaxinfer.executor.sampling_rows import SamplingRows
+from jaxinfer.executor.speculative.verification import (
+    NO_DRAFT,
+    DraftedPositions,
+    StepPositions,
+)
 from jaxinfer.models.decoder import KVCache
 
 logger = logging.getLogger(__name__)
@@ -30,12 +37,27 @@ class LaunchedStep:
     prompt_scores: TokenLogprobs | None
     prompt_spans: dict[int, slice]
     """Which of the scored tokens belong to which of the plan's rows."""
+    positions: StepPositions | None = None
+    """With drafts: where `token_ids` and `logprobs` were sampled; else they are by row."""
 
     def result(self) -> StepResult:
         if self.token_ids is None:
             token_ids = np.zeros(self.num_rows, np.int32)
         else:
             token_ids = np.asarray(self.token_ids)[: self.num_rows]
+        logprobs = None if self.logprobs is None else logprob_arrays(self.logprobs)
+        invalid, num_tokens = token_ids == INVALID_TOKEN, None
+        if self.positions is not None:
+            token_ids = np.asarray(self.token_ids)[: len(self.positions.rows)]
+            invalid = token_ids[self.positions.starts] == INVALID_TOKEN
+            num_tokens = self.positions.num_emitted(token_ids, INVALID_TOKEN)
+            kept = self.positions.num_before < num_tokens[self.positions.rows]
+            token_ids = token_ids[kept]
+            if logprobs is not None:
+                kept = np.flatnonzero(kept)
+                logprobs = LogprobArrays(
+                    logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept]
+                )
         prompt_logprobs = {}
         if self.prompt_scores is not None:
             scores = logprob_arrays(self.prompt_scores)
@@ -45,9 +67,10 @@ class LaunchedStep:
                 )
         return StepResult(
             token_ids=token_ids,
-            invalid=token_ids == INVALID_TOKEN,
-            logprobs=None if self.logprobs is None else logprob_arrays(self.logprobs),
+            invalid=invalid,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            num_tokens=num_tokens,
         )
 
 
@@ -91,7 +114,10 @@ class ModelRunner:
         scores, spans = self._score_prompts(forward)
         launched = LaunchedStep(len(plan.rows), None, None, scores, spans)
         features = self.sampling_rows.features(plan.rows, plan.samples, masked=mask is not None)
-        if features is not None:
+        if plan.drafts is not None and len(plan.drafts.token_ids):
+            assert features is not None, "drafts are for rows that sample"
+            self._verify(forward, features, mask, launched)
+        elif features is not None:
             state = self.programs.sampler_state
             if features.stateful:
                 state.update(self.sampling_rows)
@@ -115,6 +141,62 @@ class ModelRunner:
             for array in jax.tree.leaves((out.token_ids, out.logprobs)):
                 array.copy_to_host_async()
         return launched
+
+    def _verify(
+        self,
+        forward: LaunchedForward,
+        features: SamplerFeatures,
+        mask: TokenMask | None,
+        launched: LaunchedStep,
+    ) -> None:
+        """Launch the sampling of a step with drafts, at the positions after each row's last token and its drafts."""
+        plan = forward.plan
+        assert plan.drafts is not None
+        positions = launched.positions = StepPositions.of(plan.drafts)
+        N = self.programs.ladder.positions(len(positions.rows))
+        # Drafts come last in what a row computes.
+        ends = np.cumsum(plan.num_scheduled)
+        index = (ends - positions.counts)[positions.rows] + positions.num_before
+        hidden = forward.tokens
+        if plan.num_tokens > len(index):
+            take = self.programs.take_positions(forward.shape.num_tokens, N)
+            hidden = take(hidden, _padded(index.astype(np.int32), N))
+        state = self.programs.sampler_state
+        if features.stateful:
+            state.update(self.sampling_rows)
+        words = None
+        if features.masked:
+            if mask is not None and mask.num_before is not None:
+                places = positions.starts[mask.positions] + mask.num_before
+                mask = TokenMask(places.astype(np.int32), mask.words)
+            elif mask is not None:
+                mask = TokenMask(positions.starts[mask.positions].astype(np.int32), mask.words)
+            words = self.sampling_rows.mask_words(mask, N)
+        sampled = plan.num_computed + plan.num_scheduled - plan.drafts.num_drafts
+        out = self.programs.verify(N, features)(
+            self._head,
+            hidden,
+            self.last_tokens,
+            state.arrays if features.stateful else None,
+            self.sampling_rows.gather(
+                plan.rows[positions.rows],
+                sampled[positions.rows] + positions.num_before,
+                plan.samples[positions.rows],
+                N,
+            ),
+            words,
+            self.sampling_rows.logprob_ids(plan.rows[positions.rows], features.num_logprobs, N),
+            DraftedPositions(
+                _padded(positions.next_drafts, N, NO_DRAFT),
+                _padded(positions.num_before.astype(np.int32), N),
+            ),
+        )
+        self.last_tokens = out.last_tokens
+        if features.stateful:
+            state.arrays = out.state
+        launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
+        for array in jax.tree.leaves((out.token_ids, out.logprobs)):
+            array.copy_to_host_async()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every program that a step can need."""
@@ -169,6 +251,10 @@ class LaunchedForward:
     shape: StepShape
     rows: jax.Array
     tokens: jax.Array
+
+
+def _padded(values: np.ndarray, length: int, padding: int = 0) -> np.ndarray:
+    return np.pad(values, (0, length - len(values)), constant_values=padding)
 
 
 def logprob_arrays(scores: TokenLogprobs) -> LogprobArrays:

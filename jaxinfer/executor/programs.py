@@ -1,8 +1,8 @@
-"""The three programs of a step, as pure functions and as compiled executables.
+"""The programs of a step, as pure functions and as compiled executables.
 
 `forward` (one per step shape) turns a ragged batch into hidden states; `sample` (one per number of rows and sampler
-variant) turns the rows' last hidden states into tokens; `score_prompt` (one per number of tokens) is there for
-prompt logprobs. Forward and sampling are apart so that a mask which depends on the previous step's tokens can be
+variant) turns the rows' last hidden states into tokens; `verify` is its like for steps with drafts (one per number of
+positions to sample at); `score_prompt` (one per number of tokens) is there for prompt logprobs. Forward and sampling are apart so that a mask which depends on the previous step's tokens can be
 built while the forward pass runs, and so that sampler variants don't multiply the large programs.
 """
 
@@ -25,7 +25,7 @@ from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.program_cache import ProgramCache
-from jaxinfer.executor.sampler import sample
+from jaxinfer.executor.sampler import INVALID_TOKEN, sample
 from jaxinfer.executor.sampler_features import (
     SamplerFeatures,
     all_features,
@@ -34,14 +34,13 @@ from jaxinfer.executor.sampler_features import (
 )
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import ACTIVE, NUM_COLUMNS, ROW
+from jaxinfer.executor.speculative.programs import take_positions, verify_step
+from jaxinfer.executor.speculative.verification import DraftedPositions
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.parallel.mesh import replicated
 from kernels_pallas import SharedPrefixes
-
-INVALID_TOKEN = -1
-"""Stands in a step's token ids for a row whose logits can't be trusted."""
 
 
 class ForwardOutput(NamedTuple):
@@ -194,6 +193,8 @@ class Programs:
     max_logprobs: int
     logprobs_mode: LogprobsMode = "raw_logprobs"
     processors: LogitsProcessors | None = None
+    num_drafts: int = 0
+    """The most that a row can have; 0 without speculation."""
 
     def forward(self, shape: StepShape) -> jax.stages.Compiled:
         return self.cache.get(("forward", shape), self._compile(self.lower_forward, shape))
@@ -201,6 +202,14 @@ class Programs:
     def sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Compiled:
         key = ("sample", num_rows, features)
         return self.cache.get(key, self._compile(self.lower_sample, num_rows, features))
+
+    def verify(self, num_positions: int, features: SamplerFeatures) -> jax.stages.Compiled:
+        key = ("verify", num_positions, features)
+        return self.cache.get(key, self._compile(self.lower_verify, num_positions, features))
+
+    def take_positions(self, num_tokens: int, num_positions: int) -> jax.stages.Compiled:
+        key = ("take_positions", num_tokens, num_positions)
+        return self.cache.get(key, self._compile(self.lower_take, num_tokens, num_positions))
 
     def score_prompt(self, num_tokens: int, num_logprobs: int) -> jax.stages.Compiled:
         key = ("score_prompt", num_tokens, num_logprobs)
@@ -223,26 +232,47 @@ class Programs:
         )
 
     def lower_sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Lowered:
-        spec = self.decoder.spec
+        step = partial(sample_step, self.decoder, features, self.logprobs_mode, self.processors)
+        return jax.jit(step, donate_argnums=(2, 3) if features.stateful else 2).lower(
+            *self._sampling(num_rows, features)
+        )
+
+    def lower_verify(self, num_positions: int, features: SamplerFeatures) -> jax.stages.Lowered:
+        step = partial(
+            verify_step,
+            self.decoder,
+            features,
+            self.logprobs_mode,
+            self.processors,
+            self.num_drafts,
+        )
+        ids = self._array((num_positions,), np.int32)
+        return jax.jit(step, donate_argnums=(2, 3) if features.stateful else 2).lower(
+            *self._sampling(num_positions, features), DraftedPositions(ids, ids)
+        )
+
+    def _sampling(self, num_rows: int, features: SamplerFeatures) -> tuple:
+        """What a sampling program takes."""
+        spec, processors = self.decoder.spec, self.processors
         words = self._array((num_rows, -(-spec.vocab_size // 32)), np.uint32)
-        state = self.sampler_state.abstract() if features.stateful else None
-        num_columns = NUM_COLUMNS if self.processors is None else self.processors.num_columns
+        num_columns = NUM_COLUMNS if processors is None else processors.num_columns
         logprob_ids = None
         if features.num_logprobs is not None:
             width = logprob_ids_width(features.num_logprobs)
             logprob_ids = self._array((num_rows, width), np.int32)
-        return jax.jit(
-            partial(sample_step, self.decoder, features, self.logprobs_mode, self.processors),
-            donate_argnums=(2, 3) if state else 2,
-        ).lower(
+        return (
             self._head,
             self._array((num_rows, spec.embed_dim), self.decoder.dtype),
             self._array((self.num_rows + 1,), np.int32),
-            state,
+            self.sampler_state.abstract() if features.stateful else None,
             self._array((num_rows, num_columns), np.int32),
             words if features.masked else None,
             logprob_ids,
         )
+
+    def lower_take(self, num_tokens: int, num_positions: int) -> jax.stages.Lowered:
+        hidden = self._array((num_tokens, self.decoder.spec.embed_dim), self.decoder.dtype)
+        return jax.jit(take_positions).lower(hidden, self._array((num_positions,), np.int32))
 
     def lower_score_prompt(self, num_tokens: int, num_logprobs: int) -> jax.stages.Lowered:
         return jax.jit(partial(score_prompt, self.decoder, num_logprobs)).lower(
@@ -273,6 +303,18 @@ class Programs:
             ):
                 job = self._compile(self.lower_sample, num_rows, features)
                 yield ("sample", num_rows, features), job
+        positions = self.ladder.all_positions()
+        for num_positions in positions:
+            for features in all_features(
+                self.max_logprobs, vocab_size, processors=self.processors is not None
+            ):
+                job = self._compile(self.lower_verify, num_positions, features)
+                yield ("verify", num_positions, features), job
+        for num_tokens in self.ladder.mixed_tokens:
+            for num_positions in positions:
+                if num_positions <= num_tokens:
+                    job = self._compile(self.lower_take, num_tokens, num_positions)
+                    yield ("take_positions", num_tokens, num_positions), job
         for num_tokens in sorted({shape.num_tokens for shape in shapes}):
             for num_logprobs in logprobs_rungs(self.max_logprobs, vocab_size):
                 job = self._compile(self.lower_score_prompt, num_tokens, num_logprobs)

@@ -25,7 +25,16 @@ from jaxinfer.executor.penalties import (
     count_tokens,
 )
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
+from jaxinfer.executor.speculative.verification import (
+    DraftedPositions,
+    count_emitted,
+    emitted,
+    with_drafts,
+)
 from jaxinfer.executor.token_filter import BLOCK, TokenFilter, block_maxima, token_filter
+
+INVALID_TOKEN = -1
+"""Stands in a step's token ids for a row whose logits can't be trusted."""
 
 
 class SampleOutput(NamedTuple):
@@ -35,6 +44,7 @@ class SampleOutput(NamedTuple):
     token_ids: jax.Array  # [R] int32
     invalid: jax.Array  # [R] bool
     logprobs: TokenLogprobs | None
+    is_last: jax.Array | None  # [R] bool, with drafts: the token is output, and its row's last one
 
 
 def sample(
@@ -47,8 +57,13 @@ def sample(
     features: SamplerFeatures,
     logprobs_mode: LogprobsMode = "raw_logprobs",
     processors: LogitsProcessors | None = None,
+    drafted: DraftedPositions | None = None,
+    num_drafts: int = 0,
 ) -> tuple[SampleOutput, SamplerArrays | None]:
     """Choose a token for each row. To be called inside a jitted program that donates `state`.
+
+    With `drafted`, the rows here are positions, up to `num_drafts` + 1 of each row of the engine (see
+    `speculative.verification`).
 
     Args:
         logits: [R, V] float32.
@@ -67,6 +82,8 @@ def sample(
         assert state is not None
         x = apply_logit_bias(x, row, state.bias_ids, state.bias_values)
         token_states = state.tokens.at[row].get(mode="clip")
+        if drafted is not None:
+            token_states = with_drafts(token_states, drafted, num_drafts)
         x = apply_penalties(
             x,
             token_states,
@@ -90,8 +107,15 @@ def sample(
             lambda: _sample_random(x, maxima, greedy, packed),
             lambda: greedy,
         )
+    is_last = None
+    if drafted is not None:
+        out, is_last = emitted(token_ids, _invalid(maxima), drafted, num_drafts)
     if full:
-        state = state._replace(tokens=count_tokens(state.tokens, row, token_ids, active))
+        if drafted is None:
+            tokens = count_tokens(state.tokens, row, token_ids, active)
+        else:
+            tokens = count_emitted(state.tokens, row, token_ids, active & out, num_drafts)
+        state = state._replace(tokens=tokens)
     scored = None
     if features.num_logprobs is not None:
         if logprobs_mode.startswith("processed"):
@@ -100,7 +124,11 @@ def sample(
         scored = token_logprobs(
             logits, token_ids, features.num_logprobs, normalized=normalized, given=logprob_ids
         )
-    return SampleOutput(token_ids, ~jnp.isfinite(jnp.max(maxima, axis=1)), scored), state
+    return SampleOutput(token_ids, _invalid(maxima), scored, is_last), state
+
+
+def _invalid(maxima: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(jnp.max(maxima, axis=1))
 
 
 def _sample_random(
