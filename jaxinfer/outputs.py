@@ -52,6 +52,8 @@ class RequestMetrics:
     """When things happened to a request, in seconds of `time.monotonic`; None is not yet.
 
     With several completions, the first to be scheduled and to get a token counts, and the last to end.
+
+    Of `num_draft_tokens` that were guessed for the request, `num_accepted_tokens` were right (`speculative_config`).
     """
 
     arrival_time: float
@@ -61,6 +63,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def time_in_queue(self) -> float | None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from jaxinfer import metrics
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
-from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine.stats import SchedulerStats, SpecDecodeStats
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.frontend.step_totals import StepTotals
 from jaxinfer.outputs import RequestMetrics, RequestOutput
@@ -73,6 +73,8 @@ class EngineMetrics:
         self._counts: Counter[str] = Counter()
         self._steps = StepTotals()
         self._ends: Counter[str] = Counter()
+        speculative = config.speculative
+        self._accepted = [0] * (speculative.num_speculative_tokens if speculative else 0)
         self._last_token: dict[str, float] = {}
         """Per completion: when its last token came, or minus its arrival while there is none."""
         longest = _steps(config.model.max_model_len)
@@ -119,8 +121,16 @@ class EngineMetrics:
                 self._counts[name] += getattr(stats, name)
             self._iteration.observe(stats.num_scheduled_tokens)
             self._steps.add(stats)
+            if stats.spec_decode is not None:
+                self._count_drafts(stats.spec_decode)
         self._counts["generation_tokens"] += len(outputs.token_ids)
         self._time_tokens(outputs.request_ids, outputs.timestamp)
+
+    def _count_drafts(self, stats: SpecDecodeStats) -> None:
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            self._counts[f"spec_decode_{name}"] += getattr(stats, name)
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            self._accepted[position] += count
 
     def _time_tokens(self, request_ids: Sequence[str], now: float) -> None:
         """Most tokens of a step come equally long after the ones before them."""
@@ -205,6 +215,7 @@ class EngineMetrics:
             counter("prompt_tokens", "Prompt tokens of finished requests"),
             counter("prompt_tokens_cached", "Those of them that weren't computed again"),
             counter("generation_tokens", "Tokens generated"),
+            *self._spec_decode(labels),
             *(
                 metrics.Counter(
                     f"{PREFIX}request_success",
@@ -217,6 +228,33 @@ class EngineMetrics:
             *self._steps.snapshot(PREFIX, labels),
             *(histogram.snapshot(labels) for histogram in self._histograms),
             gauge("cache_config_info", "The KV cache", 1, **self._cache_labels()),
+        ]
+
+    def _spec_decode(self, labels: dict[str, str]) -> list[metrics.Metric]:
+        if self._config.speculative is None:
+            return []
+        texts = {
+            "num_drafts": "Times that tokens were guessed",
+            "num_draft_tokens": "Tokens guessed",
+            "num_accepted_tokens": "Guessed tokens that were right",
+        }
+        counters: list[metrics.Metric] = [
+            metrics.Counter(
+                f"{PREFIX}spec_decode_{name}",
+                labels,
+                self._counts[f"spec_decode_{name}"],
+                text=text,
+            )
+            for name, text in texts.items()
+        ]
+        return [
+            *counters,
+            metrics.Vector(
+                f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+                labels,
+                list(self._accepted),
+                text="Those, by their place among the guesses of a step",
+            ),
         ]
 
     def _cache_labels(self) -> dict[str, str]:

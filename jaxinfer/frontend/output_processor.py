@@ -61,6 +61,10 @@ class OutputProcessor:
         for core_id, positions in outputs.prompt_logprobs.items():
             if completion := self._completions.get(core_id):
                 completion.request.add_prompt_logprobs(positions)
+        for core_id, (drafted, accepted) in outputs.num_drafted.items():
+            if completion := self._completions.get(core_id):
+                completion.request.metrics.num_draft_tokens += drafted
+                completion.request.metrics.num_accepted_tokens += accepted
         to_abort = self._add_tokens(outputs, finished, touched, now)
         for end in outputs.finished:
             completion = self._completions.pop(end.request_id, None)
