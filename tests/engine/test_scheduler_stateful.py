@@ -17,6 +17,7 @@ from tests.engine.fake_executor import (
     alone,
     make_core,
     make_request,
+    speculative,
 )
 
 COMMON = [[(7 * i) % 50 for i in range(MAX_MODEL_LEN)], [5] * MAX_MODEL_LEN]
@@ -33,6 +34,7 @@ class Traffic(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         max_overtakes=st.sampled_from([0, 0, 1, 3]),
+        wrong_guesses=st.sampled_from([None, None, 0, 2]),
     )
     def start(
         self,
@@ -43,6 +45,7 @@ class Traffic(RuleBasedStateMachine):
         policy: str,
         prefix_caching: bool,
         max_overtakes: int,
+        wrong_guesses: int | None,
     ) -> None:
         self.core, self.executor = make_core(
             num_blocks,
@@ -53,6 +56,8 @@ class Traffic(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             cache_aware=max_overtakes > 0,
             max_overtakes=max_overtakes,
+            speculative=None if wrong_guesses is None else speculative(3),
+            wrong_guesses=wrong_guesses,
         )
         self.policy = policy
         self.may_overtake = prefix_caching and (threshold > 0 or max_overtakes > 0)
