@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, SamplingParams, StructuredOutputsParams
+from jaxinfer import LLM, RowState, SamplingParams, StructuredOutputsParams
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.plan import Int32
 from jaxinfer.engine.stats import SchedulerStats
@@ -194,10 +196,21 @@ def test_nothing_compiles_after_a_full_warm_up():
 TEXT = "abcabcabcabcabcabcab"
 
 
+def fade(logits: jax.Array, state: RowState) -> jax.Array:
+    """From the third token on, against what the output holds."""
+    return jnp.where((state.num_output >= 2)[:, None], logits - state.counts, logits)
+
+
 @pytest.fixture(scope="module")
 def llms() -> Iterator[list[LLM]]:
     made = [
-        LLM(str(tiny_llm_dir()), **SMALL, speculative_config=config) for config in (None, NGRAM)
+        LLM(
+            str(tiny_llm_dir()),
+            **SMALL,
+            logits_processors={"fade": fade},
+            speculative_config=config,
+        )
+        for config in (None, NGRAM)
     ]
     yield made
     for llm in made:
@@ -216,8 +229,10 @@ def llms() -> Iterator[list[LLM]]:
             temperature=1.0, seed=2, structured_outputs=StructuredOutputsParams(regex="[a-d]{3,20}")
         ),
         dict(temperature=1.0, seed=3, bad_words=["a", "bc"]),
+        dict(temperature=0.0, extra_args={"logits_processors": {"fade": {}}}, logprobs=1),
+        dict(temperature=0.0, logprob_token_ids=[5, 9], flat_logprobs=True),
     ],
-    ids=["n", "logprobs", "regex", "seeded regex", "bad words"],
+    ids=["n", "logprobs", "regex", "seeded regex", "bad words", "processor", "given tokens"],
 )
 def test_through_the_front_door(llms, params):
     """Twice, so that the second time reads the prefix cache; then cut by a string that the output holds."""
@@ -251,6 +266,16 @@ def test_through_the_front_door(llms, params):
     ]
     assert cut[: len(prompts)] == cut[len(prompts) :]
     assert any(reason == stop for output in cut for *_, reason, _ in output)
+
+
+def test_what_the_metrics_say(llms):
+    plain, speculative = ({m.name: m for m in llm.get_metrics()} for llm in llms)
+    name = "jaxinfer:spec_decode_num_"
+    assert not any(key.startswith(name) for key in plain)
+    accepted = speculative[name + "accepted_tokens"].value
+    per_pos = speculative[name + "accepted_tokens_per_pos"].values
+    assert 0 < sum(per_pos) == accepted < speculative[name + "draft_tokens"].value
+    assert len(per_pos) == 3 and per_pos[0] <= speculative[name + "drafts"].value
 
 
 def test_what_is_refused():
