@@ -68,14 +68,15 @@ def equal(a: Generated, b: Generated) -> bool:
     for x, y in zip(a.logprobs + a.prompt_logprobs, b.logprobs + b.prompt_logprobs, strict=True):
         assert x.token_ids[0] == y.token_ids[0]
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-4)
-    return a.token_ids == b.token_ids and a.finished == b.finished
+    assert a.finished is not None and b.finished is not None
+    ends = [(end.reason, end.stop_reason) for end in (a.finished, b.finished)]
+    return a.token_ids == b.token_ids and ends[0] == ends[1]
 
 
-def run_all(core: EngineCore, limit: int = NUM_PROMPTS) -> tuple[list[Generated], int, int]:
+def run_all(core: EngineCore) -> tuple[list[Generated], int, int]:
     """Results, and how many tokens were drafted and accepted."""
     stats: list[SchedulerStats] = []
-    every = max(NUM_PROMPTS // limit, 1)
-    results = run(core, PROMPTS[::every], PARAMS[::every], stats=stats, max_steps=50 * NUM_PROMPTS)
+    results = run(core, PROMPTS, PARAMS, stats=stats, max_steps=50 * NUM_PROMPTS)
     drafts = [s.spec_decode for s in stats if s.spec_decode is not None]
     return (
         results,
@@ -99,10 +100,7 @@ def speculative() -> Iterator[EngineCore]:
 
 
 def check(results: Sequence[Generated], plain: Sequence[Generated]) -> None:
-    expected = plain[:: max(len(plain) // len(results), 1)]
-    different = [
-        i for i, (a, b) in enumerate(zip(results, expected, strict=True)) if not equal(a, b)
-    ]
+    different = [i for i, (a, b) in enumerate(zip(results, plain, strict=True)) if not equal(a, b)]
     assert different == []
 
 
@@ -154,27 +152,33 @@ def test_whatever_is_drafted(plain, speculative, wrong):
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "chosen"),
     [
-        dict(num_gpu_blocks_override=24, max_num_batched_tokens=32, long_prefill_token_threshold=6),
-        dict(tensor_parallel_size=2),
+        (
+            dict(
+                num_gpu_blocks_override=24,
+                max_num_batched_tokens=32,
+                long_prefill_token_threshold=6,
+            ),
+            slice(0, None, 4),
+        ),
+        (dict(tensor_parallel_size=2), slice(0, NUM_PROMPTS // 2, 8)),
     ],
     ids=["chunks and preemption", "2 devices"],
 )
-def test_ngrams_in_other_engines(plain, args):
+def test_ngrams_in_other_engines(plain, args, chosen):
     stats: list[SchedulerStats] = []
     with tiny_core(**(ENGINE | args), speculative_config=NGRAM) as core:
-        every = 5
-        results = run(core, PROMPTS[::every], PARAMS[::every], stats=stats, max_steps=9999)
+        results = run(core, PROMPTS[chosen], PARAMS[chosen], stats=stats, max_steps=9999)
         assert core.scheduler.kv.pool.usage == 0
-    check(results, plain)
+    check(results, plain[chosen])
     assert sum(s.spec_decode.num_accepted_tokens for s in stats if s.spec_decode) > 10
     if "num_gpu_blocks_override" in args:
         assert sum(s.num_preemptions for s in stats)
 
 
 def test_nothing_compiles_after_a_full_warm_up():
-    args = dict(warmup="all", max_num_seqs=2, max_num_batched_tokens=8, max_model_len=48)
+    args = dict(warmup="all", max_num_seqs=2, max_num_batched_tokens=4, max_model_len=48)
     with tiny_core(**args, speculative_config=NGRAM) as core:
         rng = np.random.default_rng(1)
         kinds = [
@@ -250,10 +254,6 @@ def test_through_the_front_door(llms, params):
                 ]
             )
     assert texts[0] == texts[1] == texts[2] == texts[3]
-    metrics = [o.metrics for o in outputs]
-    assert (
-        sum(m.num_draft_tokens for m in metrics) >= sum(m.num_accepted_tokens for m in metrics) > 0
-    )
     stop = texts[0][0][0][5:7]
     given = SamplingParams(max_tokens=20, stop=[stop], **params)
     cut = [
