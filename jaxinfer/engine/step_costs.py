@@ -19,7 +19,7 @@ class StepCosts:
     chip. Rows that read a shared prefix together are counted as if each read it.
 
     token_flops: Per computed token, without attention scores and the head.
-    logits_flops: Per row that samples.
+    logits_flops: Per row that samples, and per draft.
     pair_flops: Per layer, for one query token and one key that it sees.
     weight_bytes: Read in every step.
     kv_bytes: Keys and values of one token in one layer.
@@ -49,7 +49,10 @@ class StepCosts:
         else:
             pairs, keys = self._seen(plan)
         flops = num_tokens * self.token_flops + pairs * self.pair_flops
-        flops += int(np.count_nonzero(plan.samples)) * self.logits_flops
+        num_sampled = int(np.count_nonzero(plan.samples))
+        if plan.drafts is not None:
+            num_sampled += len(plan.drafts.token_ids)
+        flops += num_sampled * self.logits_flops
         read = self.weight_bytes + keys * self.kv_bytes
         written = num_tokens * self.num_layers * self.kv_bytes
         return StepWork(flops, read, written, self.seconds(flops, read + written))
