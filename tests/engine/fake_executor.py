@@ -33,12 +33,9 @@ from jaxinfer.engine.plan import (
     StepResult,
     TokenMask,
 )
-<<<<<<< HEAD
+from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
-=======
-from jaxinfer.engine.scheduled_step import ScheduledStep
->>>>>>> ae8542a (The engine core verifies drafted tokens: n-grams, grammars, token rules, metrics)
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
 
