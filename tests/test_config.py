@@ -59,6 +59,10 @@ def test_a_deterministic_engine_has_no_shared_attention() -> None:
             {"cache_aware_scheduling": True, "enable_prefix_caching": False},
             "cache_aware_scheduling needs enable_prefix_caching",
         ),
+        (
+            {"speculative_config": {"method": "ngram"}, "deterministic": True},
+            "speculative_config can't be combined with deterministic=True",
+        ),
     ],
 )
 def test_refused(args: dict, message: str) -> None:
