@@ -142,12 +142,24 @@ def _build_core(
     device: Device = "cpu" if jax.default_backend() == "cpu" else "gpu"
     processors = resolve_processors(args.logits_processors)
     config = args.create_engine_config(model, device, processors)
-    executor = build_executor(config, model, reader, processors)
+    executor = build_executor(config, model, reader, processors, draft_checkpoint(args, config))
     try:
         return config, EngineCore(config, executor, _grammars(args, config, reader, get_tokenizer))
     except BaseException:
         executor.shutdown()
         raise
+
+
+def draft_checkpoint(args: EngineArgs, config: EngineConfig) -> CheckpointReader | None:
+    """That of the model that drafts, where one does."""
+    if config.speculative is None or config.speculative.model is None:
+        return None
+    files = resolve_model(
+        config.speculative.model,
+        download_dir=args.download_dir,
+        load_format="dummy" if args.load_format == "dummy" else "auto",
+    )
+    return open_checkpoint(files)
 
 
 def _grammars(

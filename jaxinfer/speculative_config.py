@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-SpeculativeMethod = Literal["ngram"]
+SpeculativeMethod = Literal["ngram", "draft_model", "eagle3", "medusa"]
+DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 DISABLE_BY_BATCH_SIZE = {"cpu": 16, "gpu": 64}
 """A step of more rows keeps the device's arithmetic busy by itself, so that drafts would no longer be verified for
@@ -21,7 +22,9 @@ class SpeculativeConfig:
     `disable_by_batch_size` requests decode draft nothing.
 
     "ngram": the last `prompt_lookup_max` tokens, or else fewer, down to `prompt_lookup_min`, are looked for earlier in
-    the sequence; what followed them there is drafted.
+    the sequence; what followed them there is drafted. The other methods draft with what the checkpoint `model` holds:
+    a smaller model of the same vocabulary, an EAGLE-3 layer or Medusa heads. With `draft_sample_method`
+    "probabilistic", requests that sample at random have their drafts drawn too.
     """
 
     method: SpeculativeMethod
@@ -29,6 +32,8 @@ class SpeculativeConfig:
     disable_by_batch_size: int
     prompt_lookup_max: int = _LOOKUP
     prompt_lookup_min: int = _LOOKUP
+    model: str | None = None
+    draft_sample_method: DraftSampleMethod = "greedy"
 
     @property
     def from_model(self) -> bool:
@@ -38,7 +43,8 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Positions after a sampling row's last computed one that the drafter writes keys and values of."""
-        return 0
+        K = self.num_speculative_tokens
+        return {"draft_model": K, "eagle3": K - 1}.get(self.method, 0)
 
 
 def speculative_config(given: Mapping[str, Any], device: str) -> SpeculativeConfig:
@@ -55,6 +61,7 @@ def speculative_config(given: Mapping[str, Any], device: str) -> SpeculativeConf
         value = given.get(name)
         if name in _INTEGERS and value is not None:
             _check_integer(name, value, 0 if name == "disable_by_batch_size" else 1)
+    _check_model(given)
     number = given.get("num_speculative_tokens")
     if number is None:
         raise ValueError("speculative_config needs num_speculative_tokens.")
@@ -70,7 +77,15 @@ def speculative_config(given: Mapping[str, Any], device: str) -> SpeculativeConf
     limit = given.get("disable_by_batch_size")
     if limit is None:
         limit = DISABLE_BY_BATCH_SIZE[device]
-    return SpeculativeConfig(method, number, limit, longest, shortest)
+    return SpeculativeConfig(
+        method,
+        number,
+        limit,
+        longest,
+        shortest,
+        given.get("model"),
+        given.get("draft_sample_method") or "greedy",
+    )
 
 
 _INTEGERS = (
@@ -79,6 +94,24 @@ _INTEGERS = (
     "prompt_lookup_max",
     "prompt_lookup_min",
 )
+
+
+def _check_model(given: Mapping[str, Any]) -> None:
+    """What goes with a model that drafts, and only with one."""
+    method, sampling = given["method"], given.get("draft_sample_method")
+    if sampling is not None and sampling not in get_args(DraftSampleMethod):
+        raise ValueError(
+            f"speculative_config's draft_sample_method must be one of {get_args(DraftSampleMethod)}, got {sampling!r}."
+        )
+    if method != "ngram":
+        if not isinstance(given.get("model"), str):
+            raise ValueError(
+                f"speculative_config needs a model for method {method!r}, got {given.get('model')!r}."
+            )
+        return
+    for name in ("model", "draft_sample_method"):
+        if given.get(name) is not None:
+            raise ValueError(f"speculative_config's {name} has no meaning for method 'ngram'.")
 
 
 def _check_integer(name: str, value: object, low: int) -> None:

@@ -11,6 +11,7 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.messages import EngineCoreRequest, FinishedRequest, TokenLogprobs
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine_factory import draft_checkpoint
 from jaxinfer.executor.build import build_executor
 from jaxinfer.executor.executor import MeshExecutor
 from jaxinfer.models.registry import describe_model
@@ -41,7 +42,8 @@ def tiny_core(checkpoint: str = "llama", **args) -> Iterator[EngineCore]:
     reader = open_checkpoint(resolve_model(engine_args.model))
     model = describe_model(reader.config() | engine_args.hf_overrides, engine_args.max_model_len)
     config = engine_args.create_engine_config(model, "cpu")
-    core = EngineCore(config, build_executor(config, model, reader))
+    drafter = draft_checkpoint(engine_args, config)
+    core = EngineCore(config, build_executor(config, model, reader, None, drafter))
     try:
         yield core
     finally:

@@ -1,19 +1,16 @@
-"""From a checkpoint to a running executor."""
+"""From checkpoints to a running executor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import jax
+from functools import partial
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.executor.executor import MeshExecutor
-from jaxinfer.executor.kv_scales import SCALE_TENSORS, make_scales, scale_paths
+from jaxinfer.executor.load_decoder import load_decoder
+from jaxinfer.executor.speculative.load import make_drafter
 from jaxinfer.logits_processors import LogitsProcessor
-from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
-from jaxinfer.weights.dummy import dummy_leaves
-from jaxinfer.weights.loader import load_leaves
 from jaxinfer.weights.reader import CheckpointReader
 
 
@@ -22,26 +19,14 @@ def build_executor(
     model: ModelDescription,
     reader: CheckpointReader,
     processors: Mapping[str, LogitsProcessor] | None = None,
+    draft_reader: CheckpointReader | None = None,
 ) -> MeshExecutor:
-    """Load `model` from `reader` onto this process's devices; `load_format` "dummy" makes its weights up.
+    """Load `model` from `reader`, and where one is configured the drafter from `draft_reader`, onto this process's
+    devices; `load_format` "dummy" makes weights up.
 
     Raises `CheckpointError` for a checkpoint that doesn't hold what the model needs, and `ValueError` for `processors`
-    that aren't functions of logits.
+    that aren't functions of logits, or a drafter that doesn't fit the model.
     """
-
-    def load(decoder: FunctionalDecoder) -> list[jax.Array]:
-        scales = set(scale_paths(decoder))
-        weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in scales}
-        if config.load.load_format == "dummy":
-            leaves = dummy_leaves(weights, config.model.seed)
-        else:
-            leaves = load_leaves(
-                reader,
-                model.checkpoint_plan(decoder.dims),
-                weights,
-                ignored=(*model.ignored_tensors, SCALE_TENSORS),
-            )
-        leaves |= make_scales(decoder, leaves, reader)
-        return [leaves[path] for path in decoder.leaves]
-
-    return MeshExecutor(config, model.spec, load, processors)
+    load = partial(load_decoder, config, model, reader)
+    drafter = None if draft_reader is None else partial(make_drafter, config, draft_reader)
+    return MeshExecutor(config, model.spec, load, processors, drafter)

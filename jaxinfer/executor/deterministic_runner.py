@@ -126,7 +126,7 @@ class DeterministicRunner(ModelRunner):
     ) -> None:
         """`place` [R]: the tile's rows in the mask, -1 for those that it doesn't name."""
         plan, num_rows = tile.plan, self.programs.tile
-        logits = self.programs.logits()(self._head, forward.rows)
+        logits = self.programs.logits()(self._head, forward.out.rows)
         positions = plan.num_computed + plan.num_scheduled
         masked, state = place >= 0, self.programs.sampler_state
         for features, members in self.sampling_rows.feature_groups(plan.rows, plan.samples, masked):
@@ -165,7 +165,7 @@ class DeterministicRunner(ModelRunner):
             if not spans:
                 continue
             if logits is None:
-                logits = self.programs.logits()(self._head, forward.tokens)
+                logits = self.programs.logits()(self._head, forward.out.tokens)
             scores = self.programs.score_prompt(self.programs.tile, rung)(logits, targets)
             for array in scores:
                 array.copy_to_host_async()

@@ -25,8 +25,16 @@ from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.model_runner import ModelRunner
 from jaxinfer.executor.program_cache import CompileGuard, ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
+from jaxinfer.executor.resident import Resident
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.executor.sampling_rows import SamplingRows
+from jaxinfer.executor.speculative.draft_choice import DraftChoice
+from jaxinfer.executor.speculative.drafting import Drafting
+from jaxinfer.executor.speculative.model_drafter import (
+    DrafterSetting,
+    MakeDrafter,
+    ModelDrafter,
+)
 from jaxinfer.logits_processors import LogitsProcessor
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.spec import DecoderSpec
@@ -53,6 +61,7 @@ class MeshExecutor:
         spec: DecoderSpec,
         load: LoadLeaves,
         processors: Mapping[str, LogitsProcessor] | None = None,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         compiled_in = LogitsProcessors(processors, spec.vocab_size) if processors else None
         use_persistent_cache(config.compilation.cache_dir)
@@ -64,15 +73,20 @@ class MeshExecutor:
         if (config.device, kv_dtype) == ("cpu", "float8_e4m3fn"):
             kv_dtype = "uint8"  # its bits: see kernels_pallas.quantized_pages
         decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype, kv_dtype)
+        ladder = _ladder(config, spec)
+        drafter = None
+        if make_drafter is not None:
+            drafter = make_drafter(decoder, _drafter_setting(config, decoder, ladder, self._cache))
         start = time.perf_counter()
         leaves = load(decoder)
+        if drafter is not None:
+            drafter.leaves = drafter.load()
         logger.info(
             "weights: %.2f GiB per device in %.1f s",
-            sum(map(_device_bytes, leaves)) / 2**30,
+            sum(map(_device_bytes, [*leaves, *(drafter.leaves if drafter else [])])) / 2**30,
             time.perf_counter() - start,
         )
         programs_class = DeterministicPrograms if config.deterministic else Programs
-        ladder = _ladder(config, spec)
         programs = programs_class(
             decoder=decoder,
             ladder=ladder,
@@ -87,17 +101,25 @@ class MeshExecutor:
             logprobs_mode=config.model.logprobs_mode,
             processors=compiled_in,
             num_drafts=config.speculative.num_speculative_tokens if config.speculative else 0,
+            draws_drafts=drafter is not None and drafter.setting.choice.random,
+            stream_layers=drafter.aux_layers if drafter else (),
         )
-        num_blocks = _size_cache(config, programs, leaves, memory)
+        num_blocks = _size_cache(config, programs, leaves, drafter, memory)
         programs = replace(programs, num_blocks=num_blocks)
-        self.runner = _create_runner(config, programs, leaves)
+        self.runner = _create_runner(config, programs, leaves, drafter)
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
         self._step_costs = accounting.step_costs(decoder)
         self._asleep: set[str] = set()
-        self._kept: list[np.ndarray] | None = None
-        self._reload = partial(load, decoder)
+        cache_shapes = decoder.kv_cache_shapes(num_blocks, config.cache.block_size)
+        self._residents = [
+            Resident(self.runner, decoder.leaves.values(), cache_shapes, partial(load, decoder))
+        ]
+        if drafter is not None:
+            cache_shapes = drafter.kv_cache_shapes(num_blocks)
+            shapes = drafter.module.leaves.values()
+            self._residents.append(Resident(drafter, shapes, cache_shapes, drafter.load))
 
     @property
     def num_blocks(self) -> int:
@@ -129,41 +151,24 @@ class MeshExecutor:
         return self._asleep
 
     def sleep(self, level: int) -> None:
-        runner = self.runner
-        if "weights" not in self._asleep:
-            # A host's copy: where the device is the host, a view would keep the device's memory.
-            self._kept = [np.array(leaf) for leaf in runner.leaves] if level == 1 else None
-            _delete(runner.leaves)
-        if "kv_cache" not in self._asleep:
-            _delete(runner.kv_cache)
+        for resident in self._residents:
+            if "weights" not in self._asleep:
+                resident.drop_weights(keep=level == 1)
+            if "kv_cache" not in self._asleep:
+                resident.drop_cache()
         self._asleep = set(SLEEP_TAGS)
 
     def wake_up(self, tags: Collection[str]) -> None:
-        decoder, runner = self.runner.programs.decoder, self.runner
         for tag in sorted(self._asleep & set(tags), reverse=True):
-            if tag == "weights":
-                runner.leaves = (
-                    self._reload()
-                    if self._kept is None
-                    else [
-                        jax.device_put(kept, leaf.sharding)
-                        for kept, leaf in zip(self._kept, decoder.leaves.values(), strict=True)
-                    ]
-                )
-                self._kept = None
-            else:
-                programs = runner.programs
-                shapes = decoder.kv_cache_shapes(programs.num_blocks, programs.block_size)
-                runner.kv_cache = kv_cache.allocate(shapes)
+            for resident in self._residents:
+                if tag == "weights":
+                    resident.restore_weights()
+                else:
+                    resident.restore_cache()
             self._asleep.discard(tag)
 
     def shutdown(self) -> None:
         self._cache.shutdown()
-
-
-def _delete(arrays: object) -> None:
-    for array in jax.tree.leaves(arrays):
-        array.delete()
 
 
 def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
@@ -194,17 +199,38 @@ def _max_drafts(config: EngineConfig) -> int:
     return min(speculative.disable_by_batch_size, num_rows) * speculative.num_speculative_tokens
 
 
+def _drafter_setting(
+    config: EngineConfig, target: FunctionalDecoder, ladder: BucketLadder, cache: ProgramCache
+) -> DrafterSetting:
+    assert config.speculative is not None
+    return DrafterSetting(
+        mesh=target.mesh,
+        ladder=ladder,
+        cache=cache,
+        num_rows=config.scheduler.max_num_seqs,
+        block_size=config.cache.block_size,
+        num_drafts=config.speculative.num_speculative_tokens,
+        choice=DraftChoice(config.speculative.draft_sample_method == "probabilistic"),
+        target_embed=target.leaves["embed",],
+    )
+
+
 def _size_cache(
-    config: EngineConfig, programs: Programs, leaves: list[jax.Array], memory: tuple[int, int]
+    config: EngineConfig,
+    programs: Programs,
+    leaves: list[jax.Array],
+    drafter: ModelDrafter | None,
+    memory: tuple[int, int],
 ) -> int:
     """Number of blocks, given the device's memory (limit, in use) before the leaves were loaded."""
     device_bytes, in_use = memory
     block_size, state = config.cache.block_size, programs.sampler_state
-    block_bytes = sum(
-        _device_bytes(pages)
-        for layer in programs.decoder.kv_cache_shapes(1, block_size)
-        for pages in layer
-    )
+    shapes = [programs.decoder.kv_cache_shapes(1, block_size)]
+    weights = list(leaves)
+    if drafter is not None:
+        shapes.append(drafter.kv_cache_shapes(1))
+        weights += drafter.leaves
+    block_bytes = sum(map(_device_bytes, jax.tree.leaves(shapes)))
     sized_by_memory = (
         config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None
     )
@@ -215,7 +241,10 @@ def _size_cache(
         config,
         block_bytes,
         device_bytes=device_bytes,
-        resident_bytes=in_use + sum(map(_device_bytes, leaves)) + state.nbytes,
+        resident_bytes=in_use
+        + sum(map(_device_bytes, weights))
+        + state.nbytes
+        + programs.draft_probs_nbytes,
         temp_bytes=temp_bytes,
     )
     logger.info(
@@ -228,11 +257,18 @@ def _size_cache(
 
 
 def _create_runner(
-    config: EngineConfig, programs: Programs, leaves: list[jax.Array]
+    config: EngineConfig,
+    programs: Programs,
+    leaves: list[jax.Array],
+    drafter: ModelDrafter | None,
 ) -> ModelRunner:
     num_rows, block_size = programs.num_rows, programs.block_size
     # Too few blocks are the engine core's to refuse: it knows what a request needs.
-    shapes = programs.decoder.kv_cache_shapes(max(programs.num_blocks, 1), block_size)
+    num_blocks = max(programs.num_blocks, 1)
+    shapes = programs.decoder.kv_cache_shapes(num_blocks, block_size)
+    if drafter is not None:
+        drafter.num_blocks = num_blocks
+        drafter.kv_cache = kv_cache.allocate(drafter.kv_cache_shapes(num_blocks))
     runner_class = DeterministicRunner if config.deterministic else ModelRunner
     return runner_class(
         programs=programs,
@@ -255,6 +291,7 @@ def _create_runner(
             max_logprobs=config.model.max_logprobs,
             processors=programs.processors,
         ),
+        drafting=None if drafter is None else Drafting(drafter, programs.decoder.spec.vocab_size),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,10 +14,12 @@ from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logprobs import TokenLogprobs
-from jaxinfer.executor.programs import Programs
+from jaxinfer.executor.programs import ForwardOutput, Programs
 from jaxinfer.executor.sampler import INVALID_TOKEN
 from jaxinfer.executor.sampler_features import SamplerFeatures
-from jaxinfer.executor.sampling_rows import SamplingRows
+from jaxinfer.executor.sampling_rows import NUM_COLUMNS, SamplingRows
+from jaxinfer.executor.speculative.drafter import DraftStep
+from jaxinfer.executor.speculative.drafting import Drafting
 from jaxinfer.executor.speculative.verification import (
     NO_DRAFT,
     DraftedPositions,
@@ -39,6 +42,7 @@ class LaunchedStep:
     """Which of the scored tokens belong to which of the plan's rows."""
     positions: StepPositions | None = None
     """With drafts: where `token_ids` and `logprobs` were sampled; else they are by row."""
+    draft_token_ids: jax.Array | None = None
 
     def result(self) -> StepResult:
         if self.token_ids is None:
@@ -71,6 +75,9 @@ class LaunchedStep:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_tokens=num_tokens,
+            draft_token_ids=None
+            if self.draft_token_ids is None
+            else np.asarray(self.draft_token_ids)[: self.num_rows],
         )
 
 
@@ -84,6 +91,7 @@ class ModelRunner:
     last_tokens: jax.Array
     batch: InputBatch
     sampling_rows: SamplingRows
+    drafting: Drafting | None = None
     _pending: LaunchedForward | None = field(default=None, init=False)
 
     def execute_model(self, plan: StepPlan) -> None:
@@ -105,7 +113,7 @@ class ModelRunner:
         shape, packed = self.batch.pack(plan)
         out = self.programs.forward(shape)(self.leaves, self.kv_cache, self.last_tokens, packed)
         self.kv_cache = out.kv_cache
-        return LaunchedForward(plan, shape, out.rows, out.tokens)
+        return LaunchedForward(plan, shape, packed, out)
 
     def sample_tokens(self, mask: TokenMask | None) -> LaunchedStep:
         forward, self._pending = self._pending, None
@@ -114,9 +122,10 @@ class ModelRunner:
         scores, spans = self._score_prompts(forward)
         launched = LaunchedStep(len(plan.rows), None, None, scores, spans)
         features = self.sampling_rows.features(plan.rows, plan.samples, masked=mask is not None)
+        num_accepted = None
         if plan.drafts is not None and len(plan.drafts.token_ids):
             assert features is not None, "drafts are for rows that sample"
-            self._verify(forward, features, mask, launched)
+            num_accepted = self._verify(forward, features, mask, launched)
         elif features is not None:
             state = self.programs.sampler_state
             if features.stateful:
@@ -127,7 +136,7 @@ class ModelRunner:
             positions = plan.num_computed + plan.num_scheduled
             out = self.programs.sample(shape.num_rows, features)(
                 self._head,
-                forward.rows,
+                forward.out.rows,
                 self.last_tokens,
                 state.arrays if features.stateful else None,
                 self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows),
@@ -140,6 +149,8 @@ class ModelRunner:
             launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
             for array in jax.tree.leaves((out.token_ids, out.logprobs)):
                 array.copy_to_host_async()
+        if self.drafting is not None:
+            launched.draft_token_ids = self._draft(forward, num_accepted)
         return launched
 
     def _verify(
@@ -148,8 +159,9 @@ class ModelRunner:
         features: SamplerFeatures,
         mask: TokenMask | None,
         launched: LaunchedStep,
-    ) -> None:
-        """Launch the sampling of a step with drafts, at the positions after each row's last token and its drafts."""
+    ) -> jax.Array:
+        """Launch the sampling of a step with drafts, at the positions after each row's last token and its drafts.
+        Returns how many of them hold, see `DraftStep.num_accepted`."""
         plan = forward.plan
         assert plan.drafts is not None
         positions = launched.positions = StepPositions.of(plan.drafts)
@@ -157,7 +169,7 @@ class ModelRunner:
         # Drafts come last in what a row computes.
         ends = np.cumsum(plan.num_scheduled)
         index = (ends - positions.counts)[positions.rows] + positions.num_before
-        hidden = forward.tokens
+        hidden = forward.out.tokens
         if plan.num_tokens > len(index):
             take = self.programs.take_positions(forward.shape.num_tokens, N)
             hidden = take(hidden, _padded(index.astype(np.int32), N))
@@ -172,6 +184,7 @@ class ModelRunner:
             elif mask is not None:
                 mask = TokenMask(positions.starts[mask.positions].astype(np.int32), mask.words)
             words = self.sampling_rows.mask_words(mask, N)
+        num_before = _padded(positions.num_before.astype(np.int32), N)
         sampled = plan.num_computed + plan.num_scheduled - plan.drafts.num_drafts
         out = self.programs.verify(N, features)(
             self._head,
@@ -188,7 +201,10 @@ class ModelRunner:
             self.sampling_rows.logprob_ids(plan.rows[positions.rows], features.num_logprobs, N),
             DraftedPositions(
                 _padded(positions.next_drafts, N, NO_DRAFT),
-                _padded(positions.num_before.astype(np.int32), N),
+                num_before,
+                None
+                if self.drafting is None
+                else self.drafting.probs(plan.rows[positions.rows], num_before),
             ),
         )
         self.last_tokens = out.last_tokens
@@ -197,10 +213,35 @@ class ModelRunner:
         launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
         for array in jax.tree.leaves((out.token_ids, out.logprobs)):
             array.copy_to_host_async()
+        return out.num_accepted
+
+    def _draft(self, forward: LaunchedForward, num_accepted: jax.Array | None) -> jax.Array | None:
+        """Launch the drafting after a step; `num_accepted` as `_verify` returns it, None for a step without drafts."""
+        plan, shape, packed, out = forward
+        assert self.drafting is not None and plan.drafts is not None
+        positions = plan.num_computed + plan.num_scheduled - plan.drafts.num_drafts
+        step = DraftStep(
+            plan=plan,
+            shape=shape,
+            packed=packed,
+            hidden=out.tokens,
+            embed=self.programs.decoder.embedding(self.leaves),
+            aux_hidden=out.streams,
+            last_tokens=self.last_tokens,
+            num_accepted=np.zeros(len(self.last_tokens), np.int32)
+            if num_accepted is None
+            else num_accepted,
+            sampling=self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows)[
+                :, :NUM_COLUMNS
+            ],
+        )
+        return self.drafting.draft(step)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every program that a step can need."""
         self.programs.warm_up(progress)
+        if self.drafting is not None:
+            self.programs.cache.compile_all(self.drafting.jobs(), progress)
         self.programs.sampler_state.compile_updates()
 
     @property
@@ -219,7 +260,7 @@ class ModelRunner:
             return None, {}
         rung = self.sampling_rows.logprobs_rung(asked.max())
         program = self.programs.score_prompt(forward.shape.num_tokens, rung)
-        scores = program(self._head, forward.tokens, targets)
+        scores = program(self._head, forward.out.tokens, targets)
         for array in scores:
             array.copy_to_host_async()
         return scores, spans
@@ -243,14 +284,13 @@ class ModelRunner:
         return targets, spans
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedForward:
+class LaunchedForward(NamedTuple):
     """A forward pass that has been launched and waits for its sampling."""
 
     plan: StepPlan
     shape: StepShape
-    rows: jax.Array
-    tokens: jax.Array
+    packed: np.ndarray
+    out: ForwardOutput
 
 
 def _padded(values: np.ndarray, length: int, padding: int = 0) -> np.ndarray:

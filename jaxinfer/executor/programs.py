@@ -49,6 +49,8 @@ class ForwardOutput(NamedTuple):
     tokens: jax.Array
     """[T, E]"""
     kv_cache: KVCache
+    streams: tuple[jax.Array, ...] = ()
+    """[T, E] each, what entered the layers that were asked for."""
 
 
 class SampleResult(NamedTuple):
@@ -68,15 +70,32 @@ def forward_step(
     last_tokens: jax.Array,
     packed: jax.Array,
     *,
+    stream_layers: tuple[int, ...] = (),
     batch_invariant: bool = False,
 ) -> ForwardOutput:
-    """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated."""
+    """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated. The output has the streams
+    that enter `stream_layers`."""
     step = PackedLayout(shape).views(packed)
     # A token that only the device has is its row's only one, and rows of one token come first: token t is row t's.
     row_of_token = jnp.minimum(jnp.arange(shape.num_tokens), shape.num_rows - 1)
     fed = last_tokens[step["rows"]][row_of_token]
-    batch = RaggedBatch(
-        token_ids=jnp.where(step["token_ids"] == FROM_DEVICE, fed, step["token_ids"]),
+    token_ids = jnp.where(step["token_ids"] == FROM_DEVICE, fed, step["token_ids"])
+    batch = batch_of(shape, step, token_ids, batch_invariant=batch_invariant)
+    hidden, streams, kv_cache = decoder.forward_with_streams(leaves, batch, kv_cache, stream_layers)
+    last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+    return ForwardOutput(hidden[last], hidden, kv_cache, streams)
+
+
+def batch_of(
+    shape: StepShape,
+    step: dict[str, jax.Array],
+    token_ids: jax.Array,
+    *,
+    batch_invariant: bool = False,
+) -> RaggedBatch:
+    """The batch of the unpacked `step`, with the tokens `token_ids` [T]."""
+    return RaggedBatch(
+        token_ids=token_ids,
         positions=step["positions"],
         slot_mapping=step["slot_mapping"],
         query_start_loc=step["query_start_loc"],
@@ -86,9 +105,6 @@ def forward_step(
         batch_invariant=batch_invariant,
         shared_prefixes=_shared_prefixes(step) if shape.num_prefixes else None,
     )
-    hidden, kv_cache = decoder.forward(leaves, batch, kv_cache)
-    last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-    return ForwardOutput(hidden[last], hidden, kv_cache)
 
 
 def _shared_prefixes(step: dict[str, jax.Array]) -> SharedPrefixes:
@@ -195,6 +211,16 @@ class Programs:
     processors: LogitsProcessors | None = None
     num_drafts: int = 0
     """The most that a row can have; 0 without speculation."""
+    draws_drafts: bool = False
+    """Whether drafts come with the probabilities that they were drawn with."""
+    stream_layers: tuple[int, ...] = ()
+    """What a drafter wants to see of the model: see `forward_step`."""
+
+    @property
+    def draft_probs_nbytes(self) -> int:
+        """What the probabilities of a step's drafts take at most."""
+        num_rows = self.num_rows if self.draws_drafts else 0
+        return num_rows * self.num_drafts * self.decoder.spec.vocab_size * 4
 
     def forward(self, shape: StepShape) -> jax.stages.Compiled:
         return self.cache.get(("forward", shape), self._compile(self.lower_forward, shape))
@@ -221,7 +247,7 @@ class Programs:
 
     def lower_forward(self, shape: StepShape) -> jax.stages.Lowered:
         return jax.jit(
-            partial(forward_step, self.decoder, shape),
+            partial(forward_step, self.decoder, shape, stream_layers=self.stream_layers),
             donate_argnums=1,
             compiler_options=forward_options(self.decoder.mesh),
         ).lower(
@@ -246,9 +272,11 @@ class Programs:
             self.processors,
             self.num_drafts,
         )
-        ids = self._array((num_positions,), np.int32)
+        ids, probs = self._array((num_positions,), np.int32), None
+        if self.draws_drafts:
+            probs = self._array((num_positions, self.decoder.spec.vocab_size), np.float32)
         return jax.jit(step, donate_argnums=(2, 3) if features.stateful else 2).lower(
-            *self._sampling(num_positions, features), DraftedPositions(ids, ids)
+            *self._sampling(num_positions, features), DraftedPositions(ids, ids, probs)
         )
 
     def _sampling(self, num_rows: int, features: SamplerFeatures) -> tuple:

@@ -25,6 +25,7 @@ from jaxinfer.executor.penalties import (
     count_tokens,
 )
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
+from jaxinfer.executor.speculative.rejection import sample_given_drafts, uniforms
 from jaxinfer.executor.speculative.verification import (
     DraftedPositions,
     count_emitted,
@@ -99,12 +100,16 @@ def sample(
     # One materialised array, so that every comparison below sees the same bits.
     x = lax.optimization_barrier(x)
     maxima = block_maxima(x)
-    token_ids = _argmax(x, maxima)
+    token_ids = argmax(x, maxima)
     if features.level >= SamplerLevel.RANDOM:
         greedy = token_ids
         token_ids = lax.cond(
             jnp.any(_floats(packed, columns.TEMPERATURE) > 0),
-            lambda: _sample_random(x, maxima, greedy, packed),
+            lambda: (
+                _sample_random(x, maxima, greedy, packed)
+                if drafted is None or drafted.probs is None
+                else _verify_drawn(x, maxima, greedy, packed, drafted.next_drafts, drafted.probs)
+            ),
             lambda: greedy,
         )
     is_last = None
@@ -134,7 +139,7 @@ def _invalid(maxima: jax.Array) -> jax.Array:
 def _sample_random(
     logits: jax.Array, maxima: jax.Array, greedy: jax.Array, packed: jax.Array
 ) -> jax.Array:
-    random, temperature, kept = _filter(logits, maxima, packed)
+    random, temperature, kept = row_filter(logits, maxima, packed)
     peak = jnp.max(maxima, axis=1)[:, None]
 
     def weights_of(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -145,7 +150,28 @@ def _sample_random(
     return jnp.where(random & (drawn < logits.shape[1]), drawn, greedy)
 
 
-def _filter(
+def _verify_drawn(
+    logits: jax.Array,
+    maxima: jax.Array,
+    greedy: jax.Array,
+    packed: jax.Array,
+    drafts: jax.Array,
+    probs: jax.Array,
+) -> jax.Array:
+    """As `_sample_random`, where the next token's draft was drawn from `probs`; see `speculative.rejection`."""
+    V = logits.shape[1]
+    seed = packed[:, columns.SEED_HIGH], packed[:, columns.SEED_LOW]
+    drawn = sample_given_drafts(
+        _processed(logits, maxima, packed),
+        jnp.pad(probs, ((0, 0), (0, V - probs.shape[1]))),
+        drafts,
+        uniforms(*seed, packed[:, columns.POSITION]),
+    )
+    random = _floats(packed, columns.TEMPERATURE) > 0
+    return jnp.where(random & (drawn < V), drawn, greedy)
+
+
+def row_filter(
     logits: jax.Array, maxima: jax.Array, packed: jax.Array
 ) -> tuple[jax.Array, jax.Array, TokenFilter]:
     """Which rows are random, by what to divide their logits (1 for others), and the tokens that are left."""
@@ -166,12 +192,12 @@ def _filter(
 
 def _processed(logits: jax.Array, maxima: jax.Array, packed: jax.Array) -> jax.Array:
     """Logits of the distribution that random rows are drawn from, and that greedy ones take the largest of."""
-    _, temperature, kept = _filter(logits, maxima, packed)
+    _, temperature, kept = row_filter(logits, maxima, packed)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.where(kept.keeps(logits, index), logits / temperature[:, None], -jnp.inf)
 
 
-def _argmax(logits: jax.Array, maxima: jax.Array) -> jax.Array:
+def argmax(logits: jax.Array, maxima: jax.Array) -> jax.Array:
     """The first largest token [R] of `logits` [R, V] by its block's maximum: XLA's own argmax takes
     50 times longer on CPU (27 ms for 64 x 49,152). Arbitrary for a row with a NaN."""
     block = _first_equal(maxima, jnp.max(maxima, axis=1))

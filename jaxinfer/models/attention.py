@@ -38,10 +38,12 @@ class Attention(nnx.Module):
         kv_dtype: jnp.dtype,
         *,
         sliding_window: int | None,
+        input_dim: int | None = None,
     ):
+        """`input_dim`: what the layer attends with, where that is not `spec.embed_dim` wide as its result is."""
         E, K, G, H = spec.embed_dim, dims.num_kv_heads, dims.queries_per_kv, spec.head_dim
         self.spec, self.mesh, self.sliding_window = spec, mesh, sliding_window
-        self.qkv = leaf((K, G + 2, H, E), ("kv_heads", "heads", None, "embed"), dtype)
+        self.qkv = leaf((K, G + 2, H, input_dim or E), ("kv_heads", "heads", None, "embed"), dtype)
         self.o = leaf((E, K, G, H), ("embed", "kv_heads", "heads", None), dtype)
         if spec.qkv_bias:
             self.qkv_bias = leaf((K, G + 2, H), ("kv_heads", "heads", None), dtype)
@@ -58,7 +60,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
     ) -> tuple[jax.Array, KVPages]:
-        """[T, E] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
+        """[T, input_dim] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
         dtype = product_dtype(self.mesh, x_te.dtype)
         qkv = linear(x_te, self.qkv[...], dtype)  # [T, K, G+2, H]
         if self.spec.qkv_bias:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
-from jaxinfer.weights.plan import LeafPath, LeafSource, LoadPlan
+from jaxinfer.weights.plan import Assemble, LeafSource, LoadPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ def decoder_plan(
     """The plan for Llama's tensor names. `fused`: the checkpoint stacks q, k, v as `qkv_proj` and gate, up as
     `gate_up_proj`."""
     E, V = spec.embed_dim, spec.vocab_size
-    vocabulary = partial(_pad_axis, axis=0, size=dims.vocab_size)
+    vocabulary = padded(axis=0, size=dims.vocab_size)
     plan: LoadPlan = {
-        ("embed",): LeafSource((f"{prefix}embed_tokens.weight",), ((V, E),), _sole(vocabulary)),
+        ("embed",): LeafSource((f"{prefix}embed_tokens.weight",), ((V, E),), vocabulary),
         ("norm",): LeafSource((f"{prefix}norm.weight",), ((E,),)),
     }
     if not spec.tied_head:
-        plan["lm_head",] = LeafSource((head,), ((V, E),), _sole(vocabulary))
+        plan["lm_head",] = LeafSource((head,), ((V, E),), vocabulary)
     for i in range(len(spec.layers)):
         layer = f"{prefix}layers.{i}."
-        sources = _attention(spec, dims, f"{layer}self_attn.", fused)
-        sources |= _mlp(spec, dims, f"{layer}mlp.", fused)
+        sources = attention_plan(spec, dims, f"{layer}self_attn.", fused=fused)
+        sources |= mlp_plan(spec, dims, f"{layer}mlp.", fused=fused)
         sources["attention_norm",] = LeafSource((f"{layer}{norms.attention}.weight",), ((E,),))
         sources["mlp_norm",] = LeafSource((f"{layer}{norms.mlp}.weight",), ((E,),))
         if spec.post_norms:
@@ -56,9 +56,15 @@ def decoder_plan(
     return plan
 
 
-def _attention(
-    spec: DecoderSpec, dims: ShardedDims, prefix: str, fused: bool
-) -> dict[LeafPath, LeafSource]:
+def attention_plan(
+    spec: DecoderSpec,
+    dims: ShardedDims,
+    prefix: str,
+    *,
+    fused: bool = False,
+    input_dim: int | None = None,
+) -> LoadPlan:
+    """The leaves of `Attention`, of the same `input_dim`."""
     E, H = spec.embed_dim, spec.head_dim
     rows = (spec.num_heads * H, spec.num_kv_heads * H, spec.num_kv_heads * H)
     names = [f"{prefix}{p}_proj" for p in "qkv"]
@@ -75,8 +81,8 @@ def _attention(
             tuple(f"{n}.{kind}" for n in names), tuple((r, *tail) for r in rows), assemble
         )
 
-    sources: dict[LeafPath, LeafSource] = {
-        ("attention", "qkv"): qkv("weight", E),
+    sources: LoadPlan = {
+        ("attention", "qkv"): qkv("weight", input_dim or E),
         ("attention", "o"): LeafSource(
             (f"{prefix}o_proj.weight",), ((E, rows[0]),), partial(_assemble_o, spec, dims)
         ),
@@ -91,9 +97,8 @@ def _attention(
     return sources
 
 
-def _mlp(
-    spec: DecoderSpec, dims: ShardedDims, prefix: str, fused: bool
-) -> dict[LeafPath, LeafSource]:
+def mlp_plan(spec: DecoderSpec, dims: ShardedDims, prefix: str, *, fused: bool = False) -> LoadPlan:
+    """The leaves of `GatedMlp`."""
     E, M = spec.embed_dim, spec.mlp_dim
 
     def gate_up(kind: str, *tail: int) -> LeafSource:
@@ -106,12 +111,10 @@ def _mlp(
         names = tuple(f"{prefix}{p}_proj.{kind}" for p in ("gate", "up"))
         return LeafSource(names, ((M, *tail),) * 2, assemble)
 
-    sources: dict[LeafPath, LeafSource] = {
+    sources: LoadPlan = {
         ("mlp", "gate_up"): gate_up("weight", E),
         ("mlp", "down"): LeafSource(
-            (f"{prefix}down_proj.weight",),
-            ((E, M),),
-            _sole(partial(_pad_axis, axis=1, size=dims.mlp_dim)),
+            (f"{prefix}down_proj.weight",), ((E, M),), padded(axis=1, size=dims.mlp_dim)
         ),
     }
     if spec.mlp_bias:
@@ -154,5 +157,6 @@ def _pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:
     return np.pad(x, widths)
 
 
-def _sole(change):
-    return lambda tensors: change(tensors[0])
+def padded(axis: int, size: int) -> Assemble:
+    """The assembly of a leaf that is one tensor, with zeros appended up to `size` rows of `axis`."""
+    return lambda tensors: _pad_axis(tensors[0], axis, size)

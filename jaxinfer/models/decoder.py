@@ -106,8 +106,16 @@ class Decoder(nnx.Module):
         if not spec.tied_head:
             self.lm_head = leaf((V, E), ("vocab", "embed"), dtype)
 
-    def __call__(self, batch: RaggedBatch, kv_cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values."""
+    def __call__(
+        self,
+        batch: RaggedBatch,
+        kv_cache: KVCache,
+        streams: dict[int, jax.Array] | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values.
+
+        `streams`, where given, receives by layer the residual stream [T, E] that enters it.
+        """
         x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
         x_te = constrain(x_te, self.mesh, (None, "embed"))
         if self.spec.embed_scale is not None:
@@ -119,6 +127,8 @@ class Decoder(nnx.Module):
         h_te = rms_norm(x_te, norms[0], self.spec).astype(x_te.dtype)
         updated = []
         for i, (attention, kv_pages) in enumerate(zip(self.spec.layers, kv_cache, strict=True)):
+            if streams is not None:
+                streams[i] = x_te
             graphdef, state = nnx.split(self.layers[i])
             x_te, h_te, kv_pages = _run_layer(
                 graphdef, state, x_te, h_te, norms[i + 1], kv_pages, batch, ropes[attention.rope]
@@ -135,9 +145,14 @@ class Decoder(nnx.Module):
 
 def logits_of(spec: DecoderSpec, mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
     """[V, E] and [N, E] -> [N, vocab_size] float32, padding rows of the head cut off."""
-    # Without the first constraint the second one would make every device gather the head and compute all of it.
-    logits = constrain(linear(hidden_ne, head_ve), mesh, (None, "vocab"))
-    logits = constrain(logits, mesh, (None, None))[:, : spec.vocab_size]
+    logits = head_logits(mesh, head_ve, hidden_ne, spec.vocab_size)
     if spec.logit_soft_cap is None:
         return logits
     return spec.logit_soft_cap * jnp.tanh(logits / spec.logit_soft_cap)
+
+
+def head_logits(mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array, vocab_size: int) -> jax.Array:
+    """[V, E] and [N, E] -> [N, vocab_size] float32: the products with the head's first rows."""
+    # Without the first constraint the second one would make every device gather the head and compute all of it.
+    logits = constrain(linear(hidden_ne, head_ve), mesh, (None, "vocab"))
+    return constrain(logits, mesh, (None, None))[:, :vocab_size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,20 +20,40 @@ from jaxinfer.weights.plan import LeafPath
 
 
 @dataclass(frozen=True)
-class FunctionalDecoder:
-    """A decoder without its weights: what they must be, and what to do with them.
+class FlatModule[M: nnx.Module]:
+    """A module without its weights. `leaves` gives shape, dtype and sharding of each leaf by its path, in the order in
+    which `bind` takes them."""
 
-    `leaves` gives shape, dtype and sharding of each leaf by its path, in the order in which `forward` takes them.
-    """
+    graphdef: nnx.GraphDef[M]
+    treedef: jax.tree_util.PyTreeDef
+    leaves: dict[LeafPath, jax.ShapeDtypeStruct]
+
+    @classmethod
+    def create(cls, make: Callable[[], M], mesh: Mesh) -> FlatModule[M]:
+        """Builds the module tree for `mesh` without allocating anything."""
+        graphdef, state = nnx.split(nnx.eval_shape(make))
+        leaves = {
+            tuple(map(str, path)): jax.ShapeDtypeStruct(
+                param.shape, param.dtype, sharding=named_sharding(mesh, param.logical_axes)
+            )
+            for path, param in nnx.to_flat_state(state)
+        }
+        return cls(graphdef, jax.tree.structure(state), leaves)
+
+    def bind(self, leaves: Sequence[jax.Array]) -> M:
+        return nnx.merge(self.graphdef, self.treedef.unflatten(leaves))
+
+
+@dataclass(frozen=True)
+class FunctionalDecoder:
+    """A decoder without its weights: what they must be, and what to do with them."""
 
     spec: DecoderSpec
     dims: ShardedDims
     mesh: Mesh
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
-    graphdef: nnx.GraphDef[Decoder]
-    treedef: jax.tree_util.PyTreeDef
-    leaves: dict[LeafPath, jax.ShapeDtypeStruct]
+    module: FlatModule[Decoder]
 
     @classmethod
     def create(
@@ -47,27 +67,42 @@ class FunctionalDecoder:
         dims = ShardedDims.create(spec, tensor_parallel_size(mesh))
         dtype = jnp.dtype(dtype)
         kv_dtype = jnp.dtype(kv_dtype or dtype)
-        module = nnx.eval_shape(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype))
-        graphdef, state = nnx.split(module)
-        leaves = {
-            tuple(map(str, path)): jax.ShapeDtypeStruct(
-                param.shape, param.dtype, sharding=named_sharding(mesh, param.logical_axes)
-            )
-            for path, param in nnx.to_flat_state(state)
-        }
-        return cls(spec, dims, mesh, dtype, kv_dtype, graphdef, jax.tree.structure(state), leaves)
+        module = FlatModule.create(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype), mesh)
+        return cls(spec, dims, mesh, dtype, kv_dtype, module)
+
+    @property
+    def leaves(self) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of each leaf by its path, in the order in which `forward` takes them."""
+        return self.module.leaves
 
     def forward(
         self, leaves: Sequence[jax.Array], batch: RaggedBatch, kv_cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values."""
-        model = nnx.merge(self.graphdef, self.treedef.unflatten(leaves))
-        return model(batch, kv_cache)
+        return self.module.bind(leaves)(batch, kv_cache)
+
+    def forward_with_streams(
+        self,
+        leaves: Sequence[jax.Array],
+        batch: RaggedBatch,
+        kv_cache: KVCache,
+        layers: Sequence[int],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], KVCache]:
+        """`forward`, and in the middle the residual stream [T, E] that enters each of `layers`."""
+        streams: dict[int, jax.Array] = {}
+        hidden, kv_cache = self.module.bind(leaves)(batch, kv_cache, streams)
+        return hidden, tuple(streams[layer] for layer in layers), kv_cache
 
     def head(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The leaf that `logits` needs."""
-        path = ("embed",) if self.spec.tied_head else ("lm_head",)
-        return leaves[list(self.leaves).index(path)]
+        return self.embedding(leaves) if self.spec.tied_head else self._leaf(leaves, "lm_head")
+
+    def embedding(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The leaf [V, E] of the tokens' embeddings."""
+        return self._leaf(leaves, "embed")
+
+    def _leaf(self, leaves: Sequence[jax.Array], name: str) -> jax.Array:
+        return leaves[list(self.leaves).index((name,))]
 
     def logits(self, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
         """[N, E] -> [N, vocab_size] float32, given the `head` leaf."""

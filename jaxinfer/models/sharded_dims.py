@@ -38,12 +38,13 @@ class ShardedDims:
         return cls(
             tensor_parallel_size=tensor_parallel_size,
             kv_replicas=replicas,
-            num_kv_heads=_round_up(spec.num_kv_heads * replicas, tensor_parallel_size),
+            num_kv_heads=round_up(spec.num_kv_heads * replicas, tensor_parallel_size),
             queries_per_kv=-(-(spec.num_heads // spec.num_kv_heads) // replicas),
-            mlp_dim=_round_up(spec.mlp_dim, tensor_parallel_size),
-            vocab_size=_round_up(spec.vocab_size, tensor_parallel_size),
+            mlp_dim=round_up(spec.mlp_dim, tensor_parallel_size),
+            vocab_size=round_up(spec.vocab_size, tensor_parallel_size),
         )
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """The first multiple from `size` on."""
     return -(-size // multiple) * multiple

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +22,10 @@ class DraftStep(NamedTuple):
     """The inputs, laid out by `PackedLayout(shape)`. All token ids are there: speculation leaves none to the device."""
     hidden: jax.Array
     """[T, E], after the target's final norm."""
+    embed: jax.Array
+    """The target's embedding, [V, E]."""
     aux_hidden: tuple[jax.Array, ...]
-    """[T, E] each, of `Drafter.aux_layers`."""
+    """[T, E] each, of `ModelDrafter.aux_layers`."""
     last_tokens: jax.Array
     """[S + 1] int32 by row: the last token that the step emitted, which nobody has computed yet. Rows that don't sample
     keep what was there. Donated to the next step's sampling: read it in programs that are launched before."""
@@ -36,22 +37,8 @@ class DraftStep(NamedTuple):
     token that the step samples, ACTIVE whether the row samples at all."""
 
 
-class Drafter(Protocol):
-    """Called once per step, whether drafts are wanted or not: its own cache has to see every token.
-
-    Blocks: a row that samples holds blocks for `SpeculativeConfig.num_lookahead_tokens` positions after those that
-    the step computes, unless the pool had none to spare: the drafter has to look.
-    """
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers whose input it wants to see."""
-        ...
-
-    def propose(self, step: DraftStep) -> jax.Array | None:
-        """Launch the drafting: [R, K] int32, -1 from where a row has none on. None when none are wanted."""
-        ...
-
-    def jobs(self) -> Iterator[tuple[tuple, Callable[[], object]]]:
-        """Its programs' keys, and what compiles them, for every shape that a step can have."""
-        ...
+class Proposal(NamedTuple):
+    token_ids: jax.Array
+    """[R, K] int32, -1 from where a row has no drafts on."""
+    probs: jax.Array | None
+    """[R, K, V] float32, what the drafts were drawn with; None where each is the drafter's most likely token."""

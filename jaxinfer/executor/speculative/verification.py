@@ -27,10 +27,11 @@ NO_DRAFT = -1
 
 class DraftedPositions(NamedTuple):
     """Of N positions, those of a row next to each other: the draft that comes next, `NO_DRAFT` after a row's last one;
-    and how many of the row's drafts come before, at most K."""
+    how many of the row's drafts come before, at most K; and where drafts are drawn, what the next one was drawn with."""
 
     next_drafts: jax.Array  # [N] int32
     num_before: jax.Array  # [N] int32
+    probs: jax.Array | None = None  # [N, V] float32
 
     def earlier(self, num_drafts: int) -> tuple[jax.Array, jax.Array]:
         """Index [N, K] of the positions 1 to K before each, and whether it is the same row's."""
