@@ -15,7 +15,9 @@ from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.tracing import Observers, TraceContext, Tracing
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
+def build_app(
+    llm: AsyncLLM, settings: ServerSettings, *, tracing: Tracing | None = None
+) -> FastAPI:
     """The application over an engine that runs. It leaves the shutdown of the engine and of `tracing` to its caller."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)

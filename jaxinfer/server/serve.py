@@ -41,7 +41,7 @@ def serve(
         llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine, settings, listen, bound)
-            app = build_app(llm, settings, tracing)
+            app = build_app(llm, settings, tracing=tracing)
             server = _Server(_uvicorn_config(app, listen), ready)
             if listen.restart_engine:
                 server.background.append(partial(restart_when_dead, llm, args, command))

@@ -19,7 +19,7 @@ def test_scoring_a_prompt_without_generating():
     async def use():
         llm = AsyncLLM(str(tiny_llm_dir()), dtype="float32", **SMALL)
         try:
-            app = build_app(llm, ServerSettings(served_model_name=("tiny",)), 1)
+            app = build_app(llm, ServerSettings(served_model_name=("tiny",)))
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as http:
                 body = dict(model="tiny", prompt=PROMPT, max_tokens=0, logprobs=2)

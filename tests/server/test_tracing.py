@@ -59,7 +59,7 @@ def spans_of():
         llm = AsyncLLM.from_engine(engine)
         exporter = InMemorySpanExporter()
         tracing = Tracing(exporter, "story")
-        app = build_app(llm, ServerSettings(("story",)), tracing)
+        app = build_app(llm, ServerSettings(("story",)), tracing=tracing)
 
         async def drive():
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
