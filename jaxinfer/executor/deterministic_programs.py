@@ -19,9 +19,10 @@ from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.compiler_options import deterministic_options, forward_options
 from jaxinfer.executor.input_batch import PackedLayout
 from jaxinfer.executor.logprobs import token_logprobs
-from jaxinfer.executor.programs import Programs, forward_step, sample_logits
+from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures, logprob_ids_width
 from jaxinfer.executor.sampling_rows import NUM_COLUMNS
+from jaxinfer.executor.step_functions import forward_step, sample_logits
 
 TILE_TOKENS = {"cpu": 16, "gpu": 128}
 """Tokens per program, by device: a GPU takes as long for a matmul of fewer rows, a CPU nearly so."""

@@ -12,7 +12,7 @@ from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.deterministic_programs import DeterministicPrograms
 from jaxinfer.executor.logprobs import TokenLogprobs
 from jaxinfer.executor.model_runner import LaunchedForward, ModelRunner, logprob_arrays
-from jaxinfer.executor.programs import INVALID_TOKEN
+from jaxinfer.executor.sampler import INVALID_TOKEN
 from jaxinfer.executor.step_tiles import StepTile, cut_into_tiles
 
 

@@ -14,7 +14,7 @@ from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logprobs import TokenLogprobs
-from jaxinfer.executor.programs import ForwardOutput, Programs
+from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler import INVALID_TOKEN
 from jaxinfer.executor.sampler_features import SamplerFeatures
 from jaxinfer.executor.sampling_rows import NUM_COLUMNS, SamplingRows
@@ -25,6 +25,7 @@ from jaxinfer.executor.speculative.verification import (
     DraftedPositions,
     StepPositions,
 )
+from jaxinfer.executor.step_functions import ForwardOutput
 from jaxinfer.models.decoder import KVCache
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ import jax
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.executor.input_batch import PackedLayout
-from jaxinfer.executor.programs import batch_of
 from jaxinfer.executor.speculative.draft_choice import DraftChoice, Drawn, joined
 from jaxinfer.executor.speculative.draft_rows import DraftRows, one_token_batch
 from jaxinfer.executor.speculative.drafter import DraftStep, Proposal
 from jaxinfer.executor.speculative.model_drafter import ModelDrafter
+from jaxinfer.executor.step_functions import batch_of
 from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 

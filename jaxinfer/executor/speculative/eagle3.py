@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.executor.input_batch import PackedLayout
-from jaxinfer.executor.programs import batch_of
 from jaxinfer.executor.speculative.draft_choice import DraftChoice, Drawn, joined
 from jaxinfer.executor.speculative.draft_rows import DraftRows, one_token_batch
 from jaxinfer.executor.speculative.drafter import DraftStep, Proposal
 from jaxinfer.executor.speculative.model_drafter import ModelDrafter
+from jaxinfer.executor.step_functions import batch_of
 from jaxinfer.models.attention import KVPages
 from jaxinfer.models.drafters.eagle3 import FunctionalEagle3
 
