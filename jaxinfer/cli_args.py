@@ -48,6 +48,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "max_cache_overtakes": "how often a request may be overtaken for that",
         "async_scheduling": "launch a step before the tokens of the last one are read",
         "grammar_jump_ahead": "don't sample tokens that a grammar leaves no choice of",
+        "grammar_jump_ahead_max_rows": "most requests in a step that does so (default: 8 on a CPU, 64 on a GPU)",
     },
     "execution": {
         "disable_cascade_attn": "let each request attend to a beginning that it shares by itself",

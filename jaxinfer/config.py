@@ -29,6 +29,10 @@ CASCADE_MIN_ROWS = 8
 CASCADE_MIN_TOKENS = {"cpu": 256, "gpu": 1024}
 """On a GPU the second phase costs a layer some launches, as long as it takes to read a few hundred tokens of 64 requests."""
 
+JUMP_AHEAD_MAX_ROWS = {"cpu": 8, "gpu": 64}
+"""Tokens that needn't be sampled still make a step longer, for all who share it. Up to some size a step doesn't take longer for them,
+as it waits for memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -76,8 +80,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step. `long_prefill_token_threshold` caps a prefill chunk when > 0; the budget
     `max_num_batched_tokens` always does. With `cache_aware`, waiting requests of equal priority are admitted by the
-    length of their cached prefix, each of them overtaken at most `max_overtakes` times. With `grammar_jump_ahead`,
-    tokens that a grammar leaves no choice of are not sampled."""
+    length of their cached prefix, each of them overtaken at most `max_overtakes` times. In steps of up to
+    `jump_ahead_max_rows` requests, tokens that a grammar leaves no choice of are not sampled."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -86,7 +90,7 @@ class SchedulerConfig:
     async_scheduling: bool = True
     cache_aware: bool = False
     max_overtakes: int = MAX_OVERTAKES
-    grammar_jump_ahead: bool = True
+    jump_ahead_max_rows: int = JUMP_AHEAD_MAX_ROWS["cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,7 @@ class EngineArgs:
     max_cache_overtakes: int = MAX_OVERTAKES
     async_scheduling: bool = True
     grammar_jump_ahead: bool = True
+    grammar_jump_ahead_max_rows: int | None = None
     disable_cascade_attn: bool = False
     cascade_min_rows: int = CASCADE_MIN_ROWS
     cascade_min_tokens: int | None = None
@@ -217,6 +222,7 @@ class EngineArgs:
             at_least(name, 1)
         at_least("cascade_min_rows", 2)
         at_least("cascade_min_tokens", 1)
+        at_least("grammar_jump_ahead_max_rows", 1)
         for name in ("long_prefill_token_threshold", "max_cache_overtakes", "max_logprobs", "seed"):
             at_least(name, 0)
         check_declared(self.logits_processors)
@@ -294,7 +300,7 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
-                grammar_jump_ahead=self.grammar_jump_ahead,
+                jump_ahead_max_rows=self._jump_ahead_max_rows(device),
                 cache_aware=self.cache_aware_scheduling,
                 max_overtakes=self.max_cache_overtakes,
             ),
@@ -309,6 +315,11 @@ class EngineArgs:
             deterministic=self.deterministic,
             speculative=self._speculative(device),
         )
+
+    def _jump_ahead_max_rows(self, device: Device) -> int:
+        if not self.grammar_jump_ahead:
+            return 0
+        return self.grammar_jump_ahead_max_rows or JUMP_AHEAD_MAX_ROWS[device]
 
     def _speculative(self, device: Device) -> SpeculativeConfig | None:
         given = self.speculative_config

@@ -200,7 +200,7 @@ class EngineCore:
                 reading = time.perf_counter() - reading
             mask, stuck = self._masks.build(step)
             self._in_flight.append((step, self._executor.sample_tokens(mask)))
-            if self._config.scheduler.grammar_jump_ahead:
+            if len(step.batch.rows) <= self._config.scheduler.jump_ahead_max_rows:
                 self.scheduler.force(step, forced_runs(step, mask, self.scheduler.table))
         except KeyboardInterrupt as error:
             # Nobody knows how much of the step has begun.

@@ -74,7 +74,7 @@ def make_config(
     hash_algo: str = "sha256",
     cache_aware: bool = False,
     max_overtakes: int = 64,
-    jump_ahead: bool = True,
+    jump_ahead_max_rows: int = 64,
     cascade: CascadeConfig = CASCADE,
     speculative: SpeculativeConfig | None = None,
 ) -> EngineConfig:
@@ -94,7 +94,7 @@ def make_config(
             overlap,
             cache_aware,
             max_overtakes,
-            jump_ahead,
+            jump_ahead_max_rows,
         ),
         parallel=ParallelConfig(),
         compilation=CompilationConfig(),

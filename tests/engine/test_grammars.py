@@ -146,7 +146,10 @@ def test_random_mixes_give_what_one_token_after_the_other_gives(jump_ahead, over
     preemptions = 0
     for seed in range(40):
         core, executor = make_core(
-            num_blocks, grammars=ListGrammars(), jump_ahead=jump_ahead, overlap=overlap
+            num_blocks,
+            grammars=ListGrammars(),
+            jump_ahead_max_rows=64 * jump_ahead,
+            overlap=overlap,
         )
         requests = random_requests(Random(seed), 8)
         collected = run(core, requests)
@@ -161,12 +164,21 @@ def test_forced_tokens_take_one_step():
     grammar = json.dumps([[11, 12], *([i] for i in range(20, 30)), [13, 14]])
     steps = {}
     for jump_ahead in (True, False):
-        core, executor = make_core(grammars=ListGrammars(), jump_ahead=jump_ahead)
+        core, executor = make_core(grammars=ListGrammars(), jump_ahead_max_rows=64 * jump_ahead)
         request = make_request("a", 3, eos=[EOS], grammar=grammar, max_tokens=20)
         check(run(core, [request]), [request])
         steps[jump_ahead] = len(executor.plans)
     # The prompt, the token that begins the run, the run, the last choice, the end (and one more planned ahead of it).
     assert steps[True] <= 6 and steps[False] >= 13
+
+
+@pytest.mark.parametrize("max_rows", [2, 3])
+def test_steps_of_many_requests_take_forced_tokens_one_by_one(max_rows):
+    grammar = json.dumps([[i] for i in range(20, 30)])
+    core, executor = make_core(grammars=ListGrammars(), jump_ahead_max_rows=max_rows)
+    requests = [make_request(i, 3, eos=[EOS], grammar=grammar, max_tokens=20) for i in "abc"]
+    check(run(core, requests), requests)
+    assert any(plan.forced for plan in executor.plans) == (max_rows == 3)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_random_mixes_give_what_one_token_after_the_other_gives(wrong, jump_ahea
         core, _ = make_core(
             num_blocks,
             grammars=ListGrammars(),
-            jump_ahead=jump_ahead,
+            jump_ahead_max_rows=64 * jump_ahead,
             threshold=3,
             speculative=speculative(1 + seed % 4),
             wrong_guesses=wrong,
