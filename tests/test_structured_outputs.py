@@ -185,6 +185,16 @@ def test_every_sample_of_noise_is_valid(random_model, name):
     assert len(set(texts)) > 1
 
 
+@pytest.mark.parametrize("regex", ["abc|abd", "a{1,3}"])
+def test_an_output_ends_with_its_grammar_even_where_eos_does_not_end_it(random_model, regex):
+    params = sampling(StructuredOutputsParams(regex=regex), ignore_eos=True)
+    [output] = random_model.generate("x", params, use_tqdm=False)
+    [completion] = output.outputs
+    assert re.fullmatch(regex, completion.text)
+    assert completion.finish_reason == "stop"
+    assert len(completion.token_ids) <= 4
+
+
 def test_jumping_ahead_takes_fewer_steps_and_changes_nothing(random_checkpoint):
     """Greedy, so that every mask decides."""
     schema = closed(

@@ -29,10 +29,6 @@ class Matcher(Protocol):
         """How many of these tokens may follow, one after the other."""
         ...
 
-    def rollback(self, num_tokens: int) -> None:
-        """Forget the last tokens accepted."""
-        ...
-
     def forced_tokens(self) -> list[int]:
         """The tokens that must follow, as far as there is no choice."""
         ...

@@ -18,26 +18,26 @@ _MAX_MESSAGE = 400
 class LlguidanceMatcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
+        self.is_finished = False
 
     def copy(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self.matcher.deep_copy())
+        copied = LlguidanceMatcher(self.matcher.deep_copy())
+        copied.is_finished = self.is_finished
+        return copied
 
     def accept(self, token: int) -> str | None:
-        return None if self.matcher.consume_token(token) else _error(self.matcher)
+        # Where nothing can follow, llguidance stops before the end of the sequence, and says of it nothing new.
+        nothing_left = self.matcher.is_stopped()
+        if not self.matcher.consume_token(token):
+            return _error(self.matcher)
+        self.is_finished = nothing_left or self.matcher.stop_reason() == "EndOfSentence"
+        return None
 
     def num_valid(self, tokens: list[int]) -> int:
         return self.matcher.validate_tokens(tokens)
 
-    def rollback(self, num_tokens: int) -> None:
-        if not self.matcher.rollback(num_tokens):
-            raise RuntimeError(f"The grammar can't go back: {_error(self.matcher)}")
-
     def forced_tokens(self) -> list[int]:
         return self.matcher.compute_ff_tokens()
-
-    @property
-    def is_finished(self) -> bool:
-        return self.matcher.stop_reason() == "EndOfSentence"
 
 
 class LlguidanceBackend:

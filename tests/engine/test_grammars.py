@@ -51,9 +51,6 @@ class ListMatcher:
         copy = self.copy()
         return next((i for i, t in enumerate(tokens) if copy.accept(t)), len(tokens))
 
-    def rollback(self, num_tokens: int) -> None:
-        del self.accepted[len(self.accepted) - num_tokens :]
-
     def forced_tokens(self) -> list[int]:
         rest = self.places[len(self.accepted) :]
         lengths = [len(place) for place in rest] + [2]
