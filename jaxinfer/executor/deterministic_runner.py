@@ -11,7 +11,12 @@ import numpy as np
 from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
 from jaxinfer.executor.deterministic_programs import DeterministicPrograms
 from jaxinfer.executor.logprobs import TokenLogprobs
-from jaxinfer.executor.model_runner import LaunchedForward, ModelRunner, logprob_arrays
+from jaxinfer.executor.model_runner import (
+    LaunchedForward,
+    ModelRunner,
+    SampledPositions,
+    logprob_arrays,
+)
 from jaxinfer.executor.sampler import INVALID_TOKEN
 from jaxinfer.executor.step_tiles import StepTile, cut_into_tiles
 
@@ -128,28 +133,19 @@ class DeterministicRunner(ModelRunner):
         plan, num_rows = tile.plan, self.programs.tile
         logits = self.programs.logits()(self._head, forward.out.rows)
         positions = plan.num_computed + plan.num_scheduled
-        masked, state = place >= 0, self.programs.sampler_state
+        masked = place >= 0
         for features, members in self.sampling_rows.feature_groups(plan.rows, plan.samples, masked):
-            words = None
-            if features.masked:
-                own = None
-                if mask is not None:
-                    named = np.flatnonzero(members & masked)
-                    own = TokenMask(named.astype(np.int32), mask.words[place[named]])
-                words = self.sampling_rows.mask_words(own, num_rows)
-            if features.stateful:
-                state.update(self.sampling_rows)
-            out = self.programs.sample(num_rows, features)(
-                logits,
-                self.last_tokens,
-                state.arrays if features.stateful else None,
-                self.sampling_rows.gather(plan.rows, positions, members, num_rows),
-                words,
-                self.sampling_rows.logprob_ids(plan.rows, features.num_logprobs, num_rows),
+            own = None
+            if mask is not None:
+                named = np.flatnonzero(members & masked)
+                own = TokenMask(named.astype(np.int32), mask.words[place[named]])
+            out = self._run_sampler(
+                self.programs.sample(num_rows, features),
+                features,
+                (logits,),
+                SampledPositions(plan.rows, positions, members, num_rows),
+                own,
             )
-            self.last_tokens = out.last_tokens
-            if features.stateful:
-                state.arrays = out.state
             of = np.flatnonzero(members)
             step.sampled.append(_Sampled(tile.index[of], of, out.token_ids, out.logprobs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -82,6 +82,16 @@ class LaunchedStep:
         )
 
 
+class SampledPositions(NamedTuple):
+    """N places where a token is sampled, `padded` by the program to so many: their rows, the sequence positions that
+    the tokens take, and whether one is wanted; see `SamplingRows.gather`."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    samples: np.ndarray
+    padded: int
+
+
 @dataclass
 class ModelRunner:
     """The device state of an engine (weights, cache, last tokens) and its mirror of the scheduler's rows."""
@@ -128,28 +138,21 @@ class ModelRunner:
             assert features is not None, "drafts are for rows that sample"
             num_accepted = self._verify(forward, features, mask, launched)
         elif features is not None:
-            state = self.programs.sampler_state
-            if features.stateful:
-                state.update(self.sampling_rows)
-            words = None
-            if features.masked:
-                words = self.sampling_rows.mask_words(mask, shape.num_rows)
-            positions = plan.num_computed + plan.num_scheduled
-            out = self.programs.sample(shape.num_rows, features)(
-                self._head,
-                forward.out.rows,
-                self.last_tokens,
-                state.arrays if features.stateful else None,
-                self.sampling_rows.gather(plan.rows, positions, plan.samples, shape.num_rows),
-                words,
-                self.sampling_rows.logprob_ids(plan.rows, features.num_logprobs, shape.num_rows),
+            out = self._run_sampler(
+                self.programs.sample(shape.num_rows, features),
+                features,
+                (self._head, forward.out.rows),
+                SampledPositions(
+                    plan.rows,
+                    plan.num_computed + plan.num_scheduled,
+                    plan.samples,
+                    shape.num_rows,
+                ),
+                mask,
             )
-            self.last_tokens = out.last_tokens
-            if features.stateful:
-                state.arrays = out.state
             launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
-            for array in jax.tree.leaves((out.token_ids, out.logprobs)):
-                array.copy_to_host_async()
+        for array in jax.tree.leaves((launched.token_ids, launched.logprobs)):
+            array.copy_to_host_async()
         if self.drafting is not None:
             launched.draft_token_ids = self._draft(forward, num_accepted)
         return launched
@@ -174,47 +177,61 @@ class ModelRunner:
         if plan.num_tokens > len(index):
             take = self.programs.take_positions(forward.shape.num_tokens, N)
             hidden = take(hidden, _padded(index.astype(np.int32), N))
-        state = self.programs.sampler_state
-        if features.stateful:
-            state.update(self.sampling_rows)
-        words = None
-        if features.masked:
-            if mask is not None and mask.num_before is not None:
-                places = positions.starts[mask.positions] + mask.num_before
-                mask = TokenMask(places.astype(np.int32), mask.words)
-            elif mask is not None:
-                mask = TokenMask(positions.starts[mask.positions].astype(np.int32), mask.words)
-            words = self.sampling_rows.mask_words(mask, N)
+        if mask is not None:
+            places = positions.starts[mask.positions]
+            if mask.num_before is not None:
+                places = places + mask.num_before
+            mask = TokenMask(places.astype(np.int32), mask.words)
         num_before = _padded(positions.num_before.astype(np.int32), N)
         sampled = plan.num_computed + plan.num_scheduled - plan.drafts.num_drafts
-        out = self.programs.verify(N, features)(
-            self._head,
-            hidden,
-            self.last_tokens,
-            state.arrays if features.stateful else None,
-            self.sampling_rows.gather(
-                plan.rows[positions.rows],
+        rows = plan.rows[positions.rows]
+        out = self._run_sampler(
+            self.programs.verify(N, features),
+            features,
+            (self._head, hidden),
+            SampledPositions(
+                rows,
                 sampled[positions.rows] + positions.num_before,
                 plan.samples[positions.rows],
                 N,
             ),
-            words,
-            self.sampling_rows.logprob_ids(plan.rows[positions.rows], features.num_logprobs, N),
+            mask,
             DraftedPositions(
                 _padded(positions.next_drafts, N, NO_DRAFT),
                 num_before,
-                None
-                if self.drafting is None
-                else self.drafting.probs(plan.rows[positions.rows], num_before),
+                None if self.drafting is None else self.drafting.probs(rows, num_before),
             ),
+        )
+        launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
+        return out.num_accepted
+
+    def _run_sampler(
+        self,
+        program: jax.stages.Compiled,
+        features: SamplerFeatures,
+        inputs: tuple[jax.Array, ...],
+        at: SampledPositions,
+        mask: TokenMask | None,
+        *more: DraftedPositions,
+    ) -> Any:
+        """Launch a sampling program, of the variant `features`, on `inputs`, and take over what it returns of this
+        runner's state. `mask` names entries of `at`."""
+        state, rows = self.programs.sampler_state, self.sampling_rows
+        if features.stateful:
+            state.update(rows)
+        out = program(
+            *inputs,
+            self.last_tokens,
+            state.arrays if features.stateful else None,
+            rows.gather(*at),
+            rows.mask_words(mask, at.padded) if features.masked else None,
+            rows.logprob_ids(at.rows, features.num_logprobs, at.padded),
+            *more,
         )
         self.last_tokens = out.last_tokens
         if features.stateful:
             state.arrays = out.state
-        launched.token_ids, launched.logprobs = out.token_ids, out.logprobs
-        for array in jax.tree.leaves((out.token_ids, out.logprobs)):
-            array.copy_to_host_async()
-        return out.num_accepted
+        return out
 
     def _draft(self, forward: LaunchedForward, num_accepted: jax.Array | None) -> jax.Array | None:
         """Launch the drafting after a step; `num_accepted` as `_verify` returns it, None for a step without drafts."""
