@@ -36,7 +36,7 @@ def _on_cuda(
     from kernels_pallas.add_rms_norm import mosaic_gpu
 
     try:
-        mosaic_gpu.config_for(x_te, update)
+        mosaic_gpu.config_for(x_te, update, weight, update_weight)
         run = mosaic_gpu.add_rms_norm
     except ValueError as error:
         log_once(f"add_rms_norm runs as XLA operations: {error}.")

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _DTYPES = ("bfloat16", "float16", "float32")
 _THREADS = 128
 _MAX_EMBED_DIM = 16_384
-"""128 float32 registers a thread hold a row of this size."""
+"""128 float32 registers a thread hold a row of this size, with nothing to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,19 @@ class Config:
     embed_dim: int
     dtype: str
     update_dtype: str
+    is_plain: bool
+    """One update, added as it is. Partial sums and a norm of the update need registers of their own."""
 
     def __post_init__(self) -> None:
         for name, dtype in (("x_te", self.dtype), ("update", self.update_dtype)):
             if dtype not in _DTYPES:
                 raise ValueError(f"{name} must have a dtype of {_DTYPES}, got {dtype}")
-        if self.embed_dim % _THREADS or not 0 < self.embed_dim <= _MAX_EMBED_DIM:
+        largest = _MAX_EMBED_DIM // (1 if self.is_plain else 2)
+        if self.dtype == "float32":
+            largest //= 2
+        if self.embed_dim % _THREADS or not 0 < self.embed_dim <= largest:
             raise ValueError(
-                f"x_te: rows must be a multiple of {_THREADS} elements up to {_MAX_EMBED_DIM}, "
+                f"x_te: rows must be a multiple of {_THREADS} elements up to {largest}, "
                 f"got {self.embed_dim}"
             )
 
@@ -59,9 +64,12 @@ class Config:
         return tuple(parts)
 
 
-def config_for(x_te: jax.Array, update: jax.Array) -> Config:
-    """Raises `ValueError` for shapes that the kernel can't do."""
-    return Config(x_te.shape[-1], x_te.dtype.name, update.dtype.name)
+def config_for(
+    x_te: jax.Array, update: jax.Array, weight: jax.Array, update_weight: jax.Array | None
+) -> Config:
+    """Of these arguments to `add_rms_norm`. Raises `ValueError` for shapes that the kernel can't do."""
+    is_plain = update_weight is None and update.size == x_te.size
+    return Config(x_te.shape[-1], x_te.dtype.name, update.dtype.name, is_plain)
 
 
 def _layout(vector: int) -> Any:
@@ -81,7 +89,7 @@ def add_rms_norm(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`. Raises as `config_for`."""
-    config = config_for(x_te, update)
+    config = config_for(x_te, update, weight, update_weight)
     num_rows, embed_dim = x_te.shape
     partial_sums = update.reshape(-1, num_rows, embed_dim)
     num_partials = partial_sums.shape[0]

@@ -6,7 +6,6 @@ Exits with 1 and a list when a kernel does not keep what it claims.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,8 @@ from pathlib import Path
 from kernels_pallas.compile_job import JobError, run_job
 from kernels_pallas.compile_table.case import Case, select, spread
 from kernels_pallas.compile_table.measure import Row
-from kernels_pallas.compile_table.operations import claims
-from kernels_pallas.compile_table.render import problem_lines, render
+from kernels_pallas.compile_table.operations import OPERATIONS, claims
+from kernels_pallas.compile_table.render import problem_lines, render, with_others_of
 from kernels_pallas.gpu_target import TARGETS
 
 _CASES_PER_PROCESS = 24
@@ -26,6 +25,8 @@ _CASES_PER_PROCESS = 24
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     cases = select(claims(), args.select)
+    if args.operations:
+        cases = [case for case in cases if case.operation in args.operations]
     if args.spread:
         cases = spread(cases)
     if not cases:
@@ -36,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows, failures = compile_cases(cases, args.target, args.jobs)
     failures += problem_lines(rows)
-    options = shlex.join(sys.argv[1:] if argv is None else argv)
-    text = render(rows, args.target, f"python -m kernels_pallas.compile_table {options}".strip())
+    text = render(rows, args.target)
+    if args.output is not None and args.operations and args.output.exists():
+        text = with_others_of(args.output.read_text(), text, OPERATIONS)
     if args.output is None:
         print(text)
     else:
@@ -55,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--select", nargs="+", default=[], metavar="WORDS",
         help="only cases with all of these in their names, e.g. 'size 64,' sinks")  # fmt: skip
+    add("--operations", nargs="+", default=[], choices=sorted(OPERATIONS),
+        help="only cases of these; what --output already says of others is kept")  # fmt: skip
     add("--spread", action="store_true", help="few cases that hold every size, dtype and option")
     add("--list", action="store_true", help="print the cases' names and compile nothing")
     add("--target", default="h200", choices=sorted(TARGETS))

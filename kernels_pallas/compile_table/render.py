@@ -36,28 +36,31 @@ instruction that it lives from, stores from its inner loop by threads, or does t
 """
 
 
-def render(rows: Sequence[Row], target: str, command: str) -> str:
-    gpu = get_target(target)
-    seconds = {row.case: row.seconds for row in rows}
-    lines = [
-        f"# The kernels, compiled for the {gpu.device_name}",
-        "",
-        f"Written by `{command}` with JAX {version('jax')}, on a machine without a GPU: "
-        f"{len(seconds)} combinations, {sum(seconds.values()):.0f} s of compiling.",
-        "",
-        _NOTES,
-    ]
+def render(rows: Sequence[Row], target: str) -> str:
+    title = f"# The kernels, compiled for the {get_target(target).device_name}"
+    lines = [title, "", "Written by `python -m kernels_pallas.compile_table`.", _NOTES]
     for operation in dict.fromkeys(row.case.operation for row in rows):
         own = [row for row in rows if row.case.operation == operation]
-        lines += [f"## {operation}", "", *_table(_groups(own)), ""]
+        lines += [f"## {operation}", ""]
+        lines += [f"{len({row.case for row in own})} combinations, with JAX {version('jax')}.", ""]
+        lines += [*_table(_groups(own)), ""]
         ignoring = sorted({row.kernel for row in own if row.ignores_register_counts})
         if ignoring:
             lines += [f"ptxas ignores `setmaxnreg` in {', '.join(ignoring)}.", ""]
-    failed = [row for row in rows if row.problems]
-    if failed:
-        lines += ["## Problems", ""]
-        lines += [f"- {problem}" for problem in problem_lines(failed)] + [""]
+        if problems := problem_lines(own):
+            lines += ["Problems:", "", *(f"- {problem}" for problem in problems), ""]
     return "\n".join(lines)
+
+
+def with_others_of(old: str, new: str, order: Iterable[str]) -> str:
+    """The rendered table `new`, and from `old` the operations that it has not; in the given order."""
+    title, *_ = new.partition("\n## ")
+    sections = _sections(old) | _sections(new)
+    return title + "".join(f"\n## {sections[name]}\n" for name in order if name in sections)
+
+
+def _sections(text: str) -> dict[str, str]:
+    return {s.splitlines()[0]: s.rstrip("\n") for s in text.split("\n## ")[1:]}
 
 
 def problem_lines(rows: Iterable[Row]) -> list[str]:

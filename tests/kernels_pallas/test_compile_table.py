@@ -17,7 +17,7 @@ from kernels_pallas.compile_table.__main__ import compile_cases, main
 from kernels_pallas.compile_table.case import Case, Expected, select, spread
 from kernels_pallas.compile_table.measure import Row, problems
 from kernels_pallas.compile_table.operations import OPERATIONS, claims
-from kernels_pallas.compile_table.render import named_cases, problem_lines, render
+from kernels_pallas.compile_table.render import named_cases, problem_lines, render, with_others_of
 from kernels_pallas.gpu_target import get_target
 from kernels_pallas.kernel_report import KernelReport
 from kernels_pallas.ptx_text import parse_kernel
@@ -62,7 +62,6 @@ def test_the_selection_holds_every_size_dtype_and_option():
         assert features[0] == features[1]
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason=f"docs/{TABLE.name} was not generated yet")
 def test_the_committed_table_names_every_claimed_combination():
     named = named_cases(TABLE.read_text())
     missing = [str(case) for case in all_claims() if case not in named]
@@ -78,7 +77,7 @@ def test_the_committed_table_names_every_claimed_combination():
 def test_compiled_for_the_h200_nothing_is_wrong():
     cases = list(all_claims()) if LONG else spread(all_claims())
     rows, failures = compile_cases(cases, "h200", jobs=2)
-    print(render(rows, "h200", "this test"))
+    print(render(rows, "h200"))
     assert failures == []
     assert problem_lines(rows) == []
     assert {row.case for row in rows} == set(cases)
@@ -257,7 +256,7 @@ CASES = [
 
 def test_a_table_can_be_read_back():
     rows = [row(case, registers=90 + case.page_size) for case in CASES]
-    text = render(rows, "h200", "some command")
+    text = render(rows, "h200")
     assert named_cases(text) == {case: {"paged_decode"} for case in CASES}
     assert (
         "| paged_decode | 64 | 16, 32 | bfloat16, float16 | same | window, cap | 106 to 122 | 0 | 98 "
@@ -268,7 +267,17 @@ def test_a_table_can_be_read_back():
 
 def test_a_table_with_gaps_names_no_more_than_there_is():
     rows = [row(case) for case in CASES[1:]]
-    assert named_cases(render(rows, "h200", "")) == {case: {"paged_decode"} for case in CASES[1:]}
+    assert named_cases(render(rows, "h200")) == {case: {"paged_decode"} for case in CASES[1:]}
+
+
+def test_operations_compiled_anew_replace_their_own_part():
+    other = Case("add_rms_norm", 64, 0, "bfloat16", "bfloat16", "one update")
+    old = render([row(case) for case in CASES] + [row(other)], "h200")
+    for new in (row(CASES[0], registers=7), row(other, kernel="add_rms_norm")):
+        text = with_others_of(old, render([new], "h200"), OPERATIONS)
+        kept = {c: k for c, k in named_cases(old).items() if c.operation != new.case.operation}
+        assert named_cases(text) == kept | {new.case: {new.kernel}}
+        assert text.index("## ragged_paged_attention") < text.index("## add_rms_norm")
 
 
 def test_problems_are_listed_with_their_case():
@@ -278,7 +287,7 @@ def test_problems_are_listed_with_their_case():
     )
     rows = [row(CASES[2], problems=("no wgmma",))]
     assert problem_lines(rows) == [line]
-    assert f"- {line}" in render(rows, "h200", "")
+    assert f"- {line}" in render(rows, "h200")
 
 
 def test_selection_by_words(capsys):
