@@ -1,6 +1,7 @@
 """Paged-attention operations for JAX, usable with plain arrays and without jaxinfer."""
 
 from kernels_pallas.add_rms_norm.api import add_rms_norm
+from kernels_pallas.grouped_matmul.api import grouped_matmul
 from kernels_pallas.kv_cache_update.api import kv_cache_update
 from kernels_pallas.mla_attention.api import mla_attention
 from kernels_pallas.mla_attention.cache_update import mla_cache_update
@@ -11,6 +12,7 @@ from kernels_pallas.shared_prefix_attention.api import SharedPrefixes, shared_pr
 __all__ = [
     "SharedPrefixes",
     "add_rms_norm",
+    "grouped_matmul",
     "kv_cache_update",
     "mla_attention",
     "mla_cache_update",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kernels_pallas.compile_table import attention, mla, norm, rope
+from kernels_pallas.compile_table import attention, grouped, mla, norm, rope
 from kernels_pallas.compile_table.case import Case, Operation
 
 OPERATIONS: dict[str, Operation] = {
     attention.NAME: attention.RaggedPagedAttention(),
+    grouped.NAME: grouped.GroupedMatmul(),
     mla.NAME: mla.MlaAttention(),
     norm.NAME: norm.AddRmsNorm(),
     rope.NAME: rope.RopeKVCacheUpdate(),

@@ -1,0 +1,1 @@
+"""Matmul of rows sorted by group, each group with a matrix of its own."""
