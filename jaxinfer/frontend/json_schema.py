@@ -133,3 +133,38 @@ def _target(reference: Any, root: Schema) -> Any:
         else:
             return True
     return found
+
+
+def types_of(schema: Any, name: str) -> frozenset[str]:
+    """The JSON types that an object's schema gives its property `name`, through references and choices; empty where it
+    doesn't say."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    todo = [properties.get(name)] if isinstance(properties, dict) else []
+    types: set[str] = set()
+    seen: set[int] = set()
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kinds = part.get("type", [])
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        types.update(kind for kind in kinds if isinstance(kind, str))
+        values = [part["const"]] if "const" in part else part.get("enum")
+        types.update(json_type(value) for value in (values if isinstance(values, list) else []))
+        for key in ("anyOf", "oneOf", "allOf"):
+            options = part.get(key)
+            todo += options if isinstance(options, list) else []
+        if "$ref" in part:
+            todo.append(_target(part["$ref"], schema))
+    return frozenset(types)
+
+
+def json_type(value: Any) -> str:
+    """The name that JSON schemas have for the type of a value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    kinds = {int: "integer", float: "number", dict: "object", list: "array", tuple: "array"}
+    return kinds.get(type(value), "string")
