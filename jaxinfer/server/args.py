@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.config import EngineArgs
+from jaxinfer.server.parser_args import add_parser_args, parser_settings
 from jaxinfer.server.settings import ServerSettings
 
 API_KEY_VARIABLE = "JAXINFER_API_KEY"
@@ -183,6 +184,7 @@ def _add_chat_args(parser: argparse.ArgumentParser) -> None:
         help="let requests bring templates of their own",
     )
     chat.add_argument("--response-role", default="assistant", help="(default: %(default)s)")
+    add_parser_args(parser)
 
 
 def listen_args(parsed: argparse.Namespace) -> ListenArgs:
@@ -240,6 +242,7 @@ def _model_and_chat(parsed: argparse.Namespace, args: EngineArgs) -> dict[str, A
     return {
         "served_model_name": tuple(parsed.served_model_names or [args.model]),
         "chat_template": _chat_template(parsed.chat_template),
+        **parser_settings(parsed),
         **{name: getattr(parsed, name) for name in names},
     }
 

@@ -15,6 +15,7 @@ from jaxinfer.server.chat_prompt import chat_prompt
 from jaxinfer.server.deadline import Deadline
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.logprobs import LogprobFormatter
+from jaxinfer.server.message_parser import MessageFields, message_parser
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
 from jaxinfer.server.serving import (
     Serving,
@@ -62,12 +63,16 @@ class _Call:
         last = request.messages[-1]
         self._goes_on = not request.add_generation_prompt and isinstance(last.get("role"), str)
         self._role = last["role"] if self._goes_on else serving.settings.response_role
+        self._parsers = [message_parser(serving, request) for _ in range(request.n or 1)]
 
     async def start(self) -> RequestStream:
         request, serving = self._request, self._serving
         limit_name, limit = self._limit()
+        special = serving.tool_parser is not None and serving.tool_parser.keeps_special_tokens
+        keeps = {"skip_special_tokens": False} if special and request.chosen.mode == "auto" else {}
         params = serving.sampling_params(
             request,
+            **keeps,
             max_tokens=limit,
             logprobs=None if request.logprob_token_ids else request.num_logprobs,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
@@ -93,6 +98,9 @@ class _Call:
     def _prompt(self) -> str:
         request = self._request
         variables: dict[str, Any] = {}
+        hidden = self._serving.settings.exclude_tools_when_tool_choice_none
+        if request.tools and not (hidden and request.chosen.mode == "none"):
+            variables["tools"] = request.tools
         if request.documents is not None:
             variables["documents"] = request.documents
         if request.reasoning_effort is not None:
@@ -135,21 +143,27 @@ class _Call:
         }
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        choice = {
-            "index": completion.index,
-            "message": {
-                "role": self._role,
-                "content": self._echoed() + completion.text,
-                "refusal": None,
-            },
+        parser = self._parsers[completion.index]
+        message = {
+            "role": self._role,
+            "content": self._echoed() + completion.text,
+            "refusal": None,
         }
-        return choice | self._common(completion)
+        if parser is not None:
+            found = MessageFields(is_delta=False)
+            found.add(parser.feed(completion.text))
+            found.add(parser.finish())
+            message["content"] = self._echoed() + found.content
+            if found.calls:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = found.tool_calls()
+        return {"index": completion.index, "message": message} | self._common(completion)
 
     def _common(self, completion: CompletionOutput) -> dict[str, Any]:
         num_top = self._request.num_logprobs
         fields: dict[str, Any] = {
             "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._finish_reason(completion),
             "stop_reason": completion.stop_reason,
         }
         if num_top is not None and completion.logprobs is not None:
@@ -159,6 +173,26 @@ class _Call:
         if self._request.return_token_ids:
             fields["token_ids"] = completion.token_ids
         return fields
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        """OpenAI's API keeps "stop" for the call that the client has asked for by name."""
+        parser = self._parsers[completion.index]
+        called = parser is not None and parser.num_calls and self._request.chosen.mode != "named"
+        return (
+            "tool_calls"
+            if called and completion.finish_reason == "stop"
+            else completion.finish_reason
+        )
+
+    def _delta(self, completion: CompletionOutput) -> dict[str, Any]:
+        parser = self._parsers[completion.index]
+        if parser is None:
+            return {"content": completion.text} if completion.text else {}
+        fields = MessageFields(is_delta=True)
+        fields.add(parser.feed(completion.text))
+        if completion.finish_reason is not None:
+            fields.add(parser.finish())
+        return fields.delta()
 
     def _echoed(self) -> str:
         """The message that the answer goes on with."""
@@ -177,13 +211,9 @@ class _Call:
                 yield self._first_chunk(head, output)
             usage.add(0, output)
             choices = [
-                {
-                    "index": completion.index,
-                    "delta": {"content": completion.text} if completion.text else {},
-                    **self._common(completion),
-                }
+                {"index": completion.index, "delta": delta, **self._common(completion)}
                 for completion in output.outputs
-                if completion.text
+                if (delta := self._delta(completion))
                 or completion.finish_reason
                 or (
                     (request.num_logprobs is not None or request.return_token_ids)

@@ -15,6 +15,7 @@ from fastapi import Request
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.frontend.tool_parsers import ToolParser, tool_parsers
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
@@ -39,6 +40,14 @@ class Serving:
     @property
     def model(self) -> str:
         return self.settings.served_model_name[0]
+
+    @property
+    def tool_parser(self) -> type[ToolParser] | None:
+        """Of the calls that models make when nothing holds them to it."""
+        settings = self.settings
+        if settings.tool_call_parser is None or not settings.enable_auto_tool_choice:
+            return None
+        return tool_parsers.get(settings.tool_call_parser)
 
     @property
     def max_model_len(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxinfer.frontend.tool_parsers import tool_parsers
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -13,7 +15,7 @@ class ServerSettings:
     `max_num_queued_reqs`: completions that may wait while all `max_num_seqs` run; more are refused with 503.
     `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
-    `max_body_bytes`: longer bodies are refused with 413.
+    `tool_call_parser`: the name of a parser of `jaxinfer.frontend`. `max_body_bytes`: longer bodies are refused with 413.
     """
 
     served_model_name: tuple[str, ...]
@@ -22,6 +24,9 @@ class ServerSettings:
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = False
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -35,3 +40,15 @@ class ServerSettings:
     dev_mode: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for parsers that aren't there."""
+        if self.tool_call_parser is not None:
+            try:
+                tool_parsers.get(self.tool_call_parser)
+            except ValueError as error:
+                raise ValueError(f"tool_call_parser: {error}") from None
+        elif self.enable_auto_tool_choice:
+            raise ValueError(
+                f"enable_auto_tool_choice needs a tool_call_parser: {', '.join(tool_parsers.names)}."
+            )

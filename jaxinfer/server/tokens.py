@@ -24,7 +24,9 @@ def router(serving: Serving) -> APIRouter:
         serving.check_model(request.model)
         tokenizer = serving.llm.get_tokenizer()
         if isinstance(request, TokenizeChatRequest):
-            text = chat_prompt(serving, request)
+            text = chat_prompt(
+                serving, request, **({"tools": request.tools} if request.tools else {})
+            )
         else:
             text = request.prompt
         try:

@@ -186,7 +186,7 @@ class Guesses:
         for _ in range(limit):
             token = self._next_token(context)
             if self._wrong and zlib.crc32(bytes(context)) % self._wrong == 0:
-                token = (token + 1) % VOCAB
+                token = (token + 1) % self.config.model.vocab_size
             guesses.append(token)
             context.append(token)
         return np.array(guesses, np.int32)
@@ -381,7 +381,7 @@ class FakeExecutor:
                 break
             token = self.next_token([*context, *run])
             while allowed is not None and not int(allowed[token // 32]) >> (token % 32) & 1:
-                token = (token + 1) % VOCAB
+                token = (token + 1) % self.config.model.vocab_size
             run.append(token)
             if token != guess:
                 break

@@ -106,7 +106,7 @@ def test_bad_chats_name_the_field():
         ("top_logprobs", dict(top_logprobs=2)),
         ("top_logprobs", dict(top_logprobs=-1, logprobs=True)),
         ("top_logprobs", dict(top_logprobs=21, logprobs=True)),
-        ("tools", dict(tools=[{"type": "function", "function": {"name": "f"}}])),
+        ("tools", dict(tools=[{"type": "function"}])),
         ("continue_final_message", dict(continue_final_message=True)),
         ("chat_template", dict(chat_template="x")),
         ("chat_template_kwargs", dict(chat_template_kwargs={"messages": []})),

@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from jaxinfer.server.errors import BadRequest
 from jaxinfer.server.protocol.common import GenerationRequest, Int
+from jaxinfer.server.protocol.messages import template_message
+from jaxinfer.server.protocol.tools import ToolFields
 
 
 class ChatTemplateFields(BaseModel):
@@ -30,16 +32,16 @@ class ChatTemplateFields(BaseModel):
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Messages whose content is a string, as most templates expect. Raises `BadRequest`."""
-        return [_message(i, message) for i, message in enumerate(self.messages)]
+        """Raises `BadRequest`."""
+        return [template_message(i, message) for i, message in enumerate(self.messages)]
 
 
-class ChatCompletionRequest(ChatTemplateFields, GenerationRequest):
+class ChatCompletionRequest(ChatTemplateFields, ToolFields, GenerationRequest):
     """`max_tokens` is the older name of `max_completion_tokens`; without either, the context is the limit."""
 
     unsupported: ClassVar[dict[str, str]] = GenerationRequest.unsupported | {
-        "tools": "Tools are not supported yet.",
-        "functions": "Functions are not supported.",
+        "functions": "functions is not supported; use tools.",
+        "function_call": "function_call is not supported; use tool_choice.",
         "audio": "Audio is not supported.",
         "media_io_kwargs": "Only text is supported.",
         "mm_processor_kwargs": "Only text is supported.",
@@ -47,8 +49,6 @@ class ChatCompletionRequest(ChatTemplateFields, GenerationRequest):
     without_effect: ClassVar[frozenset[str]] = GenerationRequest.without_effect | {
         "include_reasoning",
         "modalities",
-        "tool_choice",
-        "tools",
         "verbosity",
     }
 
@@ -70,7 +70,28 @@ class ChatCompletionRequest(ChatTemplateFields, GenerationRequest):
                 )
             if not self.logprobs and self.top_logprobs > 0:
                 raise BadRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        mode = self.chosen.mode
+        if self.use_beam_search and mode != "none":
+            raise BadRequest("use_beam_search knows no tools.", param="use_beam_search")
         return self
+
+    def structured(self) -> dict[str, Any] | None:
+        """Where calls are demanded, what holds the output to them. Raises `BadRequest` also where the output would have
+        to be something else as well."""
+        wanted, calls = super().structured(), self.enforced()
+        if wanted is not None and calls is not None:
+            raise BadRequest(
+                f"tool_choice {self.chosen.mode} and {self.structured_field} exclude each other: both say what the whole "
+                "output is.",
+                param="tool_choice",
+            )
+        return wanted if calls is None else calls
+
+    @property
+    def structured_field(self) -> str | None:
+        return super().structured_field or (
+            "tools" if self.chosen.mode in ("required", "named") else None
+        )
 
     @property
     def num_logprobs(self) -> int | None:
@@ -84,33 +105,3 @@ class ChatCompletionRequest(ChatTemplateFields, GenerationRequest):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where}.role must be a string.", param="messages")
-    content = message.get("content")
-    if isinstance(content, str):
-        return message
-    if content is None:
-        if not message.get("tool_calls"):
-            raise BadRequest(f"{where}.content must be a string.", param="messages")
-        return message
-    if not isinstance(content, list):
-        raise BadRequest(
-            f"{where}.content must be a string or a list of text parts.", param="messages"
-        )
-    return message | {"content": "\n".join(_text(where, part) for part in content)}
-
-
-def _text(where: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else None
-    raise BadRequest(
-        f"{where}.content: only parts of type 'text' are supported, got {kind!r:.100}.",
-        param="messages",
-    )

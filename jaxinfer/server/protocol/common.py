@@ -58,7 +58,6 @@ class GenerationRequest(StructuredFields):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
-            "parallel_tool_calls",
             "prompt_cache_key",
             "safety_identifier",
             "service_tier",
