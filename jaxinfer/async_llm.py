@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
-from jaxinfer.engine.messages import EngineCoreOutputs
+from jaxinfer.engine.messages import EngineCoreOutputs, Thinking
 from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
 from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
@@ -128,10 +128,11 @@ class AsyncLLM:
         priority: int = 0,
         *,
         add_special_tokens: bool = True,
+        thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """The first half of `generate`: tokenized and checked (`ValueError`), not started. Thread-safe."""
         return self.processor.prepare(
-            prompt, sampling_params, request_id, priority, add_special_tokens
+            prompt, sampling_params, request_id, priority, add_special_tokens, thinking
         )
 
     def submit(self, prepared: PreparedRequest) -> RequestStream:

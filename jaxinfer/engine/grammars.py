@@ -97,7 +97,7 @@ class GrammarQueue:
             if (error := future.exception()) is not None:
                 failed.append((request, f"structured_outputs: {error}"))
             else:
-                request.matcher = future.result().copy()
+                request.follow(future.result().copy())
                 ready.append(request)
         return ready, failed
 

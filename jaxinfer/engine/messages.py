@@ -26,13 +26,25 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class Thinking(msgspec.Struct, array_like=True):
+    """That the model thinks before it answers, between two tokens. `has_begun`: the output begins with thoughts; otherwise
+    it does if its first token is `start_token`. After `max_tokens` of them, both tokens not counted, the end is forced.
+    """
+
+    start_token: int
+    end_token: int
+    has_begun: bool
+    max_tokens: int | None = None
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A validated, tokenized request.
 
     `eos_token_ids` end the request with reason "stop" (empty when the request ignores them);
     `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
     frontend's business: it aborts the request here when one appears. Only requests of the same `cache_salt` share
-    cached prefixes. The output follows `grammar`, in the notation of the grammar backend.
+    cached prefixes. The output follows `grammar`, in the notation of the grammar backend; with `thinking`, what comes
+    after the thoughts does.
     """
 
     request_id: str
@@ -43,6 +55,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     grammar: str | None = None
+    thinking: Thinking | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

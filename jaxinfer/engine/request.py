@@ -11,6 +11,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.engine.block_hash import BlockKey
 from jaxinfer.engine.messages import EngineCoreRequest
 from jaxinfer.engine.plan import Int32, Words
+from jaxinfer.engine.thinking import ThinkingMatcher
 
 if TYPE_CHECKING:
     from jaxinfer.engine.grammars import Matcher
@@ -63,6 +64,7 @@ class Request:
         "sampling_params",
         "state",
         "stop_token_ids",
+        "thinking",
     )
 
     def __init__(self, message: EngineCoreRequest, model: ModelConfig, arrival_index: int) -> None:
@@ -86,10 +88,13 @@ class Request:
         if params.max_tokens is not None:
             self.max_total_tokens = min(model.max_model_len, num_prompt + params.max_tokens)
 
-        self.is_guided = message.grammar is not None
+        self.thinking = message.thinking
+        self.is_guided = message.grammar is not None or message.thinking is not None
         self.matcher: Matcher | None = None
+        if message.grammar is None:
+            self.follow(None)
 
-        self.state = RequestState.WAITING
+        self.state = RequestState.WAITING if message.grammar is None else RequestState.COMPILING
         self.row = NO_ROW
         self.output_token_ids: Int32 = np.empty(0, np.int32)
         self.block_keys: list[BlockKey] = []
@@ -101,6 +106,13 @@ class Request:
         self.allowed_words: Words | None = None
         bad_words = params.bad_words_token_ids or []
         self.bad_sequences = [word for word in bad_words if len(word) > 1]
+
+    def follow(self, grammar: Matcher | None) -> None:
+        """Hold the output to a grammar, and to what is said of the model's thoughts."""
+        self.matcher = grammar
+        if self.thinking is not None:
+            stops = self.eos_token_ids | self.stop_token_ids
+            self.matcher = ThinkingMatcher(self.thinking, grammar, stops)
 
     @property
     def num_known_tokens(self) -> int:

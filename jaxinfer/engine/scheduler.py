@@ -67,9 +67,7 @@ class Scheduler:
         request = Request(message, self._model, self._num_arrived)
         self._num_arrived += 1
         self.requests[request.request_id] = request
-        if request.is_guided:
-            request.state = RequestState.COMPILING
-        else:
+        if request.state is RequestState.WAITING:
             self.waiting.add(request)
         return request
 

@@ -12,6 +12,7 @@ from jaxinfer.engine.plan import Drafts, Int32, TokenMask, Words
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 from jaxinfer.engine.scheduled_step import Batch, ScheduledStep
+from jaxinfer.engine.thinking import fill_masks
 
 
 def pack_tokens(token_ids: Iterable[int], vocab_size: int) -> Words:
@@ -121,8 +122,7 @@ class TokenMaskBuilder:
                 if request.min_tokens:
                     with_minimum.append(i)
         if matchers:
-            assert self._grammars is not None
-            self._grammars.fill_masks(matchers, words)
+            fill_masks(self._grammars, matchers, words)
             if before is not None:
                 for matcher, i in matchers:
                     self._follow(matcher, i, before, words)
@@ -131,14 +131,13 @@ class TokenMaskBuilder:
     def _follow(self, matcher: Matcher, first: int, before: list[Int32], words: Words) -> None:
         """Write what may follow in a row's grammar after each of its drafts, whose words come after words[first]. After
         one that the grammar refuses or ends with, nothing is sampled that counts."""
-        assert self._grammars is not None
         matcher = matcher.copy()
         for i in range(first + 1, len(before)):
             if not len(before[i]):
                 return
             if matcher.accept(int(before[i][-1])) is not None or matcher.is_finished:
                 return
-            self._grammars.fill_masks([(matcher, i)], words)
+            fill_masks(self._grammars, [(matcher, i)], words)
 
     def _allowed_words(self, request: Request) -> Words:
         """What allowed_token_ids and bad words of one token leave, whatever the output is."""

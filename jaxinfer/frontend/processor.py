@@ -12,7 +12,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import msgspec
 
 from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, ModelConfig
-from jaxinfer.engine.messages import EngineCoreRequest
+from jaxinfer.engine.messages import EngineCoreRequest, Thinking
 from jaxinfer.frontend.parallel_sampling import expand
 from jaxinfer.logits_processors import EXTRA_ARG, complete_request
 from jaxinfer.sampling_params import SamplingParams
@@ -92,9 +92,10 @@ class Processor:
         request_id: str | None = None,
         priority: int = 0,
         add_special_tokens: bool = True,
+        thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """Raises `ValueError` for whatever the model can't do. `add_special_tokens` is for a text prompt: False when
-        it went through a chat template, which has put them already."""
+        it went through a chat template, which has put them already. `thinking`: a grammar begins after it."""
         arrival_time = time.monotonic()
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise ValueError(f"priority must be an integer, got {priority!r}.")
@@ -111,6 +112,7 @@ class Processor:
             priority=int(priority),
             cache_salt=_cache_salt(prompt),
             grammar=_grammar(params),
+            thinking=thinking,
         )
         return PreparedRequest(
             request_id=str(number) if request_id is None else request_id,

@@ -9,13 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.request_stream import RequestStream
-from jaxinfer.sampling_params import RequestOutputKind
-from jaxinfer.server.beam_search import beam_search, beam_search_params
-from jaxinfer.server.chat_prompt import chat_prompt
+from jaxinfer.server.chat_run import ChatRun
 from jaxinfer.server.deadline import Deadline
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.logprobs import LogprobFormatter
-from jaxinfer.server.message_parser import MessageFields, message_parser
+from jaxinfer.server.message_parser import MessageFields
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
 from jaxinfer.server.serving import (
     Serving,
@@ -26,7 +24,6 @@ from jaxinfer.server.serving import (
     until_disconnect,
 )
 from jaxinfer.server.streaming import Chunks, EventStream
-from jaxinfer.server.usage import Usage
 
 
 def router(serving: Serving) -> APIRouter:
@@ -38,9 +35,9 @@ def router(serving: Serving) -> APIRouter:
         call = _Call(serving, request, f"chatcmpl-{request_id(http, request)}")
         deadline = Deadline.of(http, request)
         if request.use_beam_search:
-            found = await until_disconnect(http, lambda: deadline.wait(call.beams()))
+            found = await until_disconnect(http, lambda: deadline.wait(call.run.beams()))
             return Response(status_code=499) if found is None else json_response(call.body(found))
-        stream = await call.start()
+        stream = await call.run.start()
         if request.stream:
             return EventStream(deadline.each(call.chunks(stream)), partial(close, [stream]))
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
@@ -60,73 +57,16 @@ class _Call:
         self._logprobs = LogprobFormatter(
             serving.llm.token_text, request.return_tokens_as_token_ids, request.logprob_token_ids
         )
+        self.run = ChatRun(serving, request, id)
         last = request.messages[-1]
         self._goes_on = not request.add_generation_prompt and isinstance(last.get("role"), str)
         self._role = last["role"] if self._goes_on else serving.settings.response_role
-        self._parsers = [message_parser(serving, request) for _ in range(request.n or 1)]
-
-    async def start(self) -> RequestStream:
-        request, serving = self._request, self._serving
-        limit_name, limit = self._limit()
-        special = serving.tool_parser is not None and serving.tool_parser.keeps_special_tokens
-        keeps = {"skip_special_tokens": False} if special and request.chosen.mode == "auto" else {}
-        params = serving.sampling_params(
-            request,
-            **keeps,
-            max_tokens=limit,
-            logprobs=None if request.logprob_token_ids else request.num_logprobs,
-            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-        )
-        prepared = await serving.prepare(
-            request,
-            self._prompt(),
-            params,
-            self._id,
-            add_special_tokens=request.add_special_tokens,
-            limit_name=limit_name,
-            prompt_field="messages",
-        )
-        self._usage = Usage(len(prepared.prompt_token_ids))
-        return serving.submit([prepared])[0]
-
-    def _limit(self) -> tuple[str, int | None]:
-        name, limit = self._request.limit
-        if limit is None:
-            limit = self._serving.llm.processor.sampling_defaults.get("max_tokens")
-        return name, limit
-
-    def _prompt(self) -> str:
-        request = self._request
-        variables: dict[str, Any] = {}
-        hidden = self._serving.settings.exclude_tools_when_tool_choice_none
-        if request.tools and not (hidden and request.chosen.mode == "none"):
-            variables["tools"] = request.tools
-        if request.documents is not None:
-            variables["documents"] = request.documents
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
-        return chat_prompt(self._serving, request, **variables)
-
-    async def beams(self) -> RequestOutput:
-        limit_name, limit = self._limit()
-        [output] = await beam_search(
-            self._serving,
-            self._request,
-            [self._prompt()],
-            beam_search_params(self._serving, self._request, limit),
-            self._id,
-            add_special_tokens=self._request.add_special_tokens,
-            limit_name=limit_name,
-            prompt_field="messages",
-        )
-        self._usage = Usage(len(output.prompt_token_ids))
-        return output
 
     def body(self, output: RequestOutput) -> dict[str, Any]:
-        self._usage.add(0, output)
+        self.run.count(output)
         body = self._head("chat.completion") | {
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self._usage.body(),
+            "usage": self.run.usage.body(),
         }
         if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._logprobs.prompt(output.prompt_logprobs)
@@ -143,17 +83,17 @@ class _Call:
         }
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = self._parsers[completion.index]
         message = {
             "role": self._role,
             "content": self._echoed() + completion.text,
             "refusal": None,
         }
-        if parser is not None:
+        if self.run.parses(completion):
             found = MessageFields(is_delta=False)
-            found.add(parser.feed(completion.text))
-            found.add(parser.finish())
-            message["content"] = self._echoed() + found.content
+            found.add(self.run.pieces(completion))
+            message |= {"content": self._echoed() + found.content}
+            if self._serving.reasoning is not None:
+                message["reasoning"] = found.reasoning or None
             if found.calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = found.tool_calls()
@@ -163,7 +103,7 @@ class _Call:
         num_top = self._request.num_logprobs
         fields: dict[str, Any] = {
             "logprobs": None,
-            "finish_reason": self._finish_reason(completion),
+            "finish_reason": self.run.finish_reason(completion),
             "stop_reason": completion.stop_reason,
         }
         if num_top is not None and completion.logprobs is not None:
@@ -174,24 +114,11 @@ class _Call:
             fields["token_ids"] = completion.token_ids
         return fields
 
-    def _finish_reason(self, completion: CompletionOutput) -> str | None:
-        """OpenAI's API keeps "stop" for the call that the client has asked for by name."""
-        parser = self._parsers[completion.index]
-        called = parser is not None and parser.num_calls and self._request.chosen.mode != "named"
-        return (
-            "tool_calls"
-            if called and completion.finish_reason == "stop"
-            else completion.finish_reason
-        )
-
     def _delta(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = self._parsers[completion.index]
-        if parser is None:
+        if not self.run.parses(completion):
             return {"content": completion.text} if completion.text else {}
         fields = MessageFields(is_delta=True)
-        fields.add(parser.feed(completion.text))
-        if completion.finish_reason is not None:
-            fields.add(parser.finish())
+        fields.add(self.run.pieces(completion))
         return fields.delta()
 
     def _echoed(self) -> str:
@@ -201,7 +128,7 @@ class _Call:
         return self._request.template_messages()[-1].get("content") or ""
 
     async def chunks(self, stream: RequestStream) -> Chunks:
-        request, usage = self._request, self._usage
+        request, usage = self._request, self.run.usage
         include_usage = request.include_usage or self._serving.settings.enable_force_include_usage
         head = self._head("chat.completion.chunk") | ({"usage": None} if include_usage else {})
         begun = False
@@ -209,7 +136,7 @@ class _Call:
             if not begun:
                 begun = True
                 yield self._first_chunk(head, output)
-            usage.add(0, output)
+            self.run.count(output)
             choices = [
                 {"index": completion.index, "delta": delta, **self._common(completion)}
                 for completion in output.outputs
@@ -238,7 +165,7 @@ class _Call:
         ]
         chunk = head | {"choices": choices}
         if self._request.continuous_usage:
-            chunk["usage"] = self._usage.body()
+            chunk["usage"] = self.run.usage.body()
         if self._request.return_token_ids:
             chunk["prompt_token_ids"] = output.prompt_token_ids
         return chunk

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -14,6 +14,7 @@ from uuid import uuid4
 from fastapi import Request
 
 from jaxinfer.async_llm import AsyncLLM
+from jaxinfer.engine.messages import Thinking
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.frontend.tool_parsers import ToolParser, tool_parsers
 from jaxinfer.outputs import RequestOutput
@@ -21,6 +22,7 @@ from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import ApiError, BadRequest, from_value_error
 from jaxinfer.server.protocol.common import GenerationRequest
+from jaxinfer.server.reasoning import Reasoning
 from jaxinfer.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,14 @@ class Serving:
     llm: AsyncLLM
     settings: ServerSettings
     num_active: int = 0
+    reasoning: Reasoning | None = field(init=False, default=None)
+    """Set where a reasoning parser is."""
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a reasoning parser that isn't the model's."""
+        if self.settings.reasoning_parser is not None:
+            tokenizer = self.llm.get_tokenizer()
+            self.reasoning = Reasoning.of(self.settings.reasoning_parser, tokenizer)
 
     @property
     def model(self) -> str:
@@ -93,6 +103,7 @@ class Serving:
         add_special_tokens: bool,
         limit_name: str,
         prompt_field: str,
+        thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """Raises `BadRequest` for what the engine can't do, and for an output limit that doesn't fit the context."""
         is_long = isinstance(prompt, str) and len(prompt) > _THREAD_ABOVE_CHARS
@@ -103,6 +114,7 @@ class Serving:
                 params,
                 request_id,
                 request.priority,
+                thinking=thinking,
             )
 
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxinfer.frontend.plugins import Registry
+from jaxinfer.frontend.reasoning_parsers import reasoning_parsers
 from jaxinfer.frontend.tool_parsers import tool_parsers
 
 
@@ -15,7 +17,7 @@ class ServerSettings:
     `max_num_queued_reqs`: completions that may wait while all `max_num_seqs` run; more are refused with 503.
     `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
-    `tool_call_parser`: the name of a parser of `jaxinfer.frontend`. `max_body_bytes`: longer bodies are refused with 413.
+    `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_body_bytes`: longer bodies are refused with 413.
     """
 
     served_model_name: tuple[str, ...]
@@ -27,6 +29,7 @@ class ServerSettings:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str | None = None
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -43,12 +46,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for parsers that aren't there."""
-        if self.tool_call_parser is not None:
-            try:
-                tool_parsers.get(self.tool_call_parser)
-            except ValueError as error:
-                raise ValueError(f"tool_call_parser: {error}") from None
-        elif self.enable_auto_tool_choice:
+        known: tuple[tuple[str, Registry[Any]], ...] = (
+            ("tool_call_parser", tool_parsers),
+            ("reasoning_parser", reasoning_parsers),
+        )
+        for name, registry in known:
+            chosen = getattr(self, name)
+            if chosen is not None and chosen not in registry.names:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(registry.names)}, got {chosen!r}."
+                )
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError(
                 f"enable_auto_tool_choice needs a tool_call_parser: {', '.join(tool_parsers.names)}."
             )

@@ -186,7 +186,7 @@ class Guesses:
         for _ in range(limit):
             token = self._next_token(context)
             if self._wrong and zlib.crc32(bytes(context)) % self._wrong == 0:
-                token = (token + 1) % self.config.model.vocab_size
+                token = (token + 1) % VOCAB
             guesses.append(token)
             context.append(token)
         return np.array(guesses, np.int32)

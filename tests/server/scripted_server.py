@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if closed %}<think></think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if closed %}<think>{{ '\\n' }}</think>{% endif %}{% endif %}"
 )
 
 type Script = str | Callable[[str], str] | None
@@ -53,6 +53,7 @@ def _tokenizer() -> Tokenizer:
 
 TOKENIZER = _tokenizer()
 _ASSISTANT, _EOS = (TOKENIZER.backend.token_to_id(t) for t in ("<|assistant|>", END))
+_CLOSED = TOKENIZER.encode("<think>\n</think>")
 
 
 def _writer(script: Script) -> Callable[[Sequence[int]], int]:
@@ -62,6 +63,8 @@ def _writer(script: Script) -> Callable[[Sequence[int]], int]:
 
     def write(context: Sequence[int]) -> int:
         start = len(context) - list(reversed(context)).index(_ASSISTANT)
+        if list(context[start : start + len(_CLOSED)]) == _CLOSED:
+            start += len(_CLOSED)
         prompt = TOKENIZER.decode(context[:start], skip_special_tokens=False)
         ids = TOKENIZER.encode(script if isinstance(script, str) else script(prompt))
         at = len(context) - start

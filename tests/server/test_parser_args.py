@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from jaxinfer.config import EngineArgs
+from jaxinfer.frontend.reasoning_parsers import reasoning_parsers
 from jaxinfer.frontend.tool_parsers import tool_parsers
 from jaxinfer.server.args import add_server_args, server_settings
 from jaxinfer.server.settings import ServerSettings
 
 PLUGIN = """
+from jaxinfer.frontend.reasoning_parsers import reasoning_parsers
 from jaxinfer.frontend.tool_parsers import CallPiece, ContentPiece, ToolParser, register_tool_parser
 
 @register_tool_parser("zz_shouting", "zz_loud")
@@ -46,7 +48,7 @@ def test_a_plugin_brings_parsers_of_its_own(tmp_path: Path):
     assert tool_parsers.get("zz_shouting")().parse("hi").content == "HI"
     with pytest.raises(
         ValueError,
-        match="there are hermes, llama3_json, mistral, pythonic, qwen3_coder, zz_loud, zz_",
+        match="hermes, llama3_json, mistral, pythonic, qwen3_coder, zz_loud, zz_",
     ):
         settings_of(*flags, "zz_louder")
 
@@ -56,8 +58,9 @@ def test_a_plugin_brings_parsers_of_its_own(tmp_path: Path):
     [
         (
             ["--tool-call-parser", "herms"],
-            "tool_call_parser: .*'herms'; there are hermes, llama3_j",
+            "tool_call_parser must be one of hermes, llama3_json, .*, got 'herms'",
         ),
+        (["--reasoning-parser", "qwen"], "reasoning_parser must be one of deepseek_r1, qwen3"),
         (["--enable-auto-tool-choice"], "needs a tool_call_parser: hermes, llama3_json, mistral"),
         (["--tool-parser-plugin", "/nowhere.py"], "tool_parser_plugin: There is no file /nowhere"),
     ],
@@ -65,6 +68,20 @@ def test_a_plugin_brings_parsers_of_its_own(tmp_path: Path):
 def test_what_stops_the_start(flags: list[str], message: str):
     with pytest.raises(ValueError, match=message):
         settings_of(*flags)
+
+
+def test_a_plugin_brings_reasoning_parsers_too(tmp_path: Path):
+    file = tmp_path / "thoughts.py"
+    file.write_text(
+        "from jaxinfer.frontend.reasoning_parsers import *\n"
+        '@register_reasoning_parser("zz_thoughts")\n'
+        "class Thoughts(TaggedReasoningParser):\n"
+        '    start_token, end_token = "<thought>", "</thought>"\n'
+    )
+    flags = ("--reasoning-parser-plugin", str(file), "--reasoning-parser", "zz_thoughts")
+    assert settings_of(*flags).reasoning_parser == "zz_thoughts"
+    found = reasoning_parsers.get("zz_thoughts")(None).feed("<thought>a</thought>b")
+    assert found == ("a", "b")
 
 
 def test_a_plugin_that_fails_says_how(tmp_path: Path):

@@ -39,7 +39,11 @@ class ChatTemplateFields(BaseModel):
 class ChatCompletionRequest(ChatTemplateFields, ToolFields, GenerationRequest):
     """`max_tokens` is the older name of `max_completion_tokens`; without either, the context is the limit."""
 
-    unsupported: ClassVar[dict[str, str]] = GenerationRequest.unsupported | {
+    unsupported: ClassVar[dict[str, str]] = {
+        name: reason
+        for name, reason in GenerationRequest.unsupported.items()
+        if name != "thinking_token_budget"
+    } | {
         "functions": "functions is not supported; use tools.",
         "function_call": "function_call is not supported; use tool_choice.",
         "audio": "Audio is not supported.",
@@ -47,7 +51,6 @@ class ChatCompletionRequest(ChatTemplateFields, ToolFields, GenerationRequest):
         "mm_processor_kwargs": "Only text is supported.",
     }
     without_effect: ClassVar[frozenset[str]] = GenerationRequest.without_effect | {
-        "include_reasoning",
         "modalities",
         "verbosity",
     }
@@ -59,6 +62,8 @@ class ChatCompletionRequest(ChatTemplateFields, ToolFields, GenerationRequest):
     echo: bool = False
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: Int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> ChatCompletionRequest:
