@@ -25,6 +25,9 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_OVERTAKES = 64
+HEARTBEAT_TIMEOUT = 60.0
+"""Seconds for which an engine core's process may be silent."""
+
 CASCADE_MIN_ROWS = 8
 CASCADE_MIN_TOKENS = {"cpu": 256, "gpu": 1024}
 """On a GPU the second phase costs a layer some launches, as long as it takes to read a few hundred tokens of 64 requests."""

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.config import HEARTBEAT_TIMEOUT, EngineArgs
+from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.ipc import Ready
 from jaxinfer.engine.messages import EngineCoreOutputs
-from jaxinfer.engine.process_client import CoreProcess, ProcessClient
+from jaxinfer.engine.process_client import ProcessClient
 from jaxinfer.engine_factory import (
     EngineFrontend,
     build_frontend,
@@ -40,14 +41,16 @@ def core_command(log_level: str) -> list[str]:
     return [sys.executable, "-m", "jaxinfer.core_main", log_level]
 
 
-def start_remote_engine(args: EngineArgs, command: Sequence[str]) -> RemoteEngine:
+def start_remote_engine(
+    args: EngineArgs, command: Sequence[str], heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+) -> RemoteEngine:
     """Start `command` (see `core_command`) and load the tokenizer beside it; returns when the core is ready.
 
     Raises as `build_engine`, and `EngineDeadError` when the process ends in any other way.
     """
     check_importable(args.logits_processors)
     files = model_files(args)
-    process = CoreProcess(command, args)
+    process = CoreProcess(command, args, heartbeat_timeout)
     try:
         tokenizer = load_tokenizer(args, files)
         ready = process.wait_ready()

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class EngineCoreClient(Protocol):
     """What every client can do. Request ids are the caller's to keep unique among unfinished requests."""
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over. Raises `ValueError` when the core can't serve it or knows its id already, and
-        `EngineDeadError` when the core has failed."""
+    def add_request(self, request: EngineCoreRequest, core: int | None = None) -> int:
+        """Hand a request over, to the core of this number or one of the client's choice; returns which. Raises
+        `ValueError` when the core can't serve it or knows its id already, and `EngineDeadError` when it has failed."""
         ...
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -75,8 +75,9 @@ class InprocClient:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, core: int | None = None) -> int:
         self._core.add_request(request)
+        return 0
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._core.abort_requests(request_ids)
@@ -119,7 +120,7 @@ class ThreadClient:
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine-core", daemon=True)
         self._thread.start()
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, core: int | None = None) -> int:
         self._core.check_request(request)
         with self._lock:
             self._check_thread()
@@ -127,6 +128,7 @@ class ThreadClient:
                 raise ValueError(f"request_id {request.request_id!r} is already in use.")
             self._unfinished.add(request.request_id)
             self._inbox.put(request)
+        return 0
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfig
@@ -131,6 +131,16 @@ class EngineCore:
             raise ValueError(f"The engine core has no call {name!r}; it has {CALLS}.")
         self.check_alive()
         return getattr(self, name)(*arguments)
+
+    def on_compile(self, callback: Callable[[], None]) -> None:
+        """Called before a step waits for a program to be compiled, in the thread that steps."""
+        self._executor.on_compile = callback
+
+    def load(self) -> tuple[int, int, float]:
+        """Requests that run and that wait, and the used share of the KV cache."""
+        scheduler = self.scheduler
+        num_running = len(scheduler.running)
+        return num_running, len(scheduler.requests) - num_running, scheduler.kv.pool.usage
 
     def has_unfinished(self) -> bool:
         """Whether a step would report anything."""

@@ -1,4 +1,4 @@
-"""What crosses between the API server's process and the engine core's: msgpack, one message per frame."""
+"""What crosses between the processes of API servers and of engine cores: msgpack, one message per frame."""
 
 from __future__ import annotations
 
@@ -9,15 +9,35 @@ import msgspec
 from jaxinfer.config import EngineArgs, EngineConfig
 from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest
 
+OWNER = 0
+"""The client that started a core's process: it hears of every step's statistics, whoever sent the requests."""
+
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """The first message: what to build."""
+    """The first message: what to build, and how often to give a sign of life."""
 
     args: EngineArgs
+    beat_seconds: float = 1.0
+
+
+class Attach(msgspec.Struct, array_like=True, tag=True):
+    """Another client beside the one that started the core (number 0): it listens at `address`."""
+
+    client: int
+    address: str
+
+
+class Detach(msgspec.Struct, array_like=True, tag=True):
+    """This client is gone: its requests end."""
+
+    client: int
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):
+    """Its outputs go to `client`."""
+
     request: EngineCoreRequest
+    client: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
@@ -34,9 +54,10 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     number: int
     name: str
     arguments: list[Any]
+    client: int = 0
 
 
-type ToCore = Start | Add | Abort | Call | Stop
+type ToCore = Start | Attach | Detach | Add | Abort | Call | Stop
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True):
@@ -69,4 +90,18 @@ class Returned(msgspec.Struct, array_like=True, tag=True):
     error: str | None = None
 
 
-type FromCore = Ready | Outputs | Returned | Died
+class Beat(msgspec.Struct, array_like=True, tag=True):
+    """The core's loop goes round, and how much there is to do. Sent between steps, a few times a second, and while there
+    is nothing to do. `num_received`: requests that this client has sent and the core has read."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_received: int = 0
+
+
+class Pause(msgspec.Struct, array_like=True, tag=True):
+    """Nothing will be heard for as long as it takes: the core waits for a compilation, or answers a call."""
+
+
+type FromCore = Ready | Outputs | Returned | Died | Beat | Pause

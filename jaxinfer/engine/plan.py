@@ -9,7 +9,7 @@ before it have been read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -179,6 +179,9 @@ class Executor(Protocol):
     Both return before the device has finished; `StepHandle.result` waits. Plans are executed in the order in which
     they are given, so a block freed by one step can be handed out in the next.
     """
+
+    on_compile: Callable[[], None] | None
+    """Called, in the thread that executes, before that waits for a program to be compiled."""
 
     @property
     def num_blocks(self) -> int:

@@ -122,6 +122,14 @@ class MeshExecutor:
             self._residents.append(Resident(drafter, shapes, cache_shapes, drafter.load))
 
     @property
+    def on_compile(self) -> Callable[[], None] | None:
+        return self._cache.on_wait
+
+    @on_compile.setter
+    def on_compile(self, callback: Callable[[], None] | None) -> None:
+        self._cache.on_wait = callback
+
+    @property
     def num_blocks(self) -> int:
         return self.runner.programs.num_blocks
 

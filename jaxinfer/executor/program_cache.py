@@ -70,9 +70,11 @@ class CompileGuard:
 
 
 class ProgramCache:
-    """Compiled programs by key, each compiled once, by whoever asks first."""
+    """Compiled programs by key, each compiled once, by whoever asks first. `on_wait` is called by whoever `get`s one
+    that isn't there yet, before it waits."""
 
     def __init__(self, num_threads: int):
+        self.on_wait: Callable[[], None] | None = None
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
@@ -80,8 +82,10 @@ class ProgramCache:
     def get(self, key: Hashable, compile_fn: CompileFn) -> jax.stages.Compiled:
         """The program of `key`; compiles it (or waits for whoever does) when it isn't there yet."""
         future = self._programs.get(key)
-        if future is not None:
+        if future is not None and future.done():
             return future.result()
+        if self.on_wait is not None:
+            self.on_wait()
         with self._lock:
             future = self._programs.get(key)
             mine = future is None

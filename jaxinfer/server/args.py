@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.config import HEARTBEAT_TIMEOUT, EngineArgs
 from jaxinfer.server.parser_args import add_parser_args, parser_settings
 from jaxinfer.server.settings import ServerSettings
 
@@ -21,7 +21,8 @@ DEV_MODE_VARIABLE = "JAXINFER_SERVER_DEV_MODE"
 
 @dataclass(frozen=True, slots=True)
 class ListenArgs:
-    """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes."""
+    """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes.
+    `engine_heartbeat_timeout`: see `CoreProcess`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -36,6 +37,7 @@ class ListenArgs:
     ssl_ciphers: str | None = None
     shutdown_timeout: int = 30
     restart_engine: bool = False
+    engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +73,13 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         "--restart-engine",
         action="store_true",
         help="start a new engine core when one dies; without, /health stays 503",
+    )
+    listen.add_argument(
+        "--engine-heartbeat-timeout",
+        type=float,
+        default=default.engine_heartbeat_timeout,
+        metavar="SECONDS",
+        help="an engine core that is silent for so long is killed; compilations don't count; 0: never (default: %(default)s)",
     )
 
     _add_chat_args(parser)
@@ -193,6 +202,9 @@ def listen_args(parsed: argparse.Namespace) -> ListenArgs:
         raise ValueError(f"port must be in [0, 65535], got {parsed.port}.")
     if parsed.shutdown_timeout < 0:
         raise ValueError(f"shutdown_timeout must be at least 0, got {parsed.shutdown_timeout}.")
+    heartbeat_timeout = parsed.engine_heartbeat_timeout
+    if not 0 <= heartbeat_timeout < float("inf"):
+        raise ValueError(f"engine_heartbeat_timeout must be at least 0, got {heartbeat_timeout}.")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         path = getattr(parsed, name)
         if path is not None and not Path(path).is_file():

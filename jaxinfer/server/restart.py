@@ -9,8 +9,9 @@ from functools import partial
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.config import EngineArgs
+from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.engine.process_client import CoreProcess, ProcessClient
+from jaxinfer.engine.process_client import ProcessClient
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,9 @@ CHECK_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
 
 
-async def restart_when_dead(llm: AsyncLLM, args: EngineArgs, command: Sequence[str]) -> None:
+async def restart_when_dead(
+    llm: AsyncLLM, args: EngineArgs, command: Sequence[str], heartbeat_timeout: float
+) -> None:
     """Runs until cancelled. A core that can't start is tried again after a pause that doubles each time."""
     pause = CHECK_SECONDS
     while True:
@@ -30,7 +33,7 @@ async def restart_when_dead(llm: AsyncLLM, args: EngineArgs, command: Sequence[s
         else:
             pause = CHECK_SECONDS
             continue
-        process = CoreProcess(command, args)
+        process = CoreProcess(command, args, heartbeat_timeout)
         try:
             ready = await asyncio.to_thread(process.wait_ready)
         except (EngineDeadError, ValueError) as error:

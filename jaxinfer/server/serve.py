@@ -37,14 +37,15 @@ def serve(
     as `start_remote_engine`.
     """
     with contextlib.closing(_bind(listen)) as bound, _tracing(settings) as tracing:
-        engine = start_remote_engine(args, command)
+        timeout = listen.engine_heartbeat_timeout
+        engine = start_remote_engine(args, command, timeout)
         llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine, settings, listen, bound)
             app = build_app(llm, settings, tracing=tracing)
             server = _Server(_uvicorn_config(app, listen), ready)
             if listen.restart_engine:
-                server.background.append(partial(restart_when_dead, llm, args, command))
+                server.background.append(partial(restart_when_dead, llm, args, command, timeout))
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve([bound]))
         finally:

@@ -1,14 +1,15 @@
 """A process that serves the fake device's core, run as `python fake_core_main.py NEXT_TOKEN INBOX OUTBOX`.
 
-NEXT_TOKEN: "hash", "story" (what `tests.frontend.story_engine` tells), "slow" (the same, 5 ms a step), or what goes
-wrong: "refuse" (bad input while building), "fail" (any other error while building), "break" (a step fails), "exit"
-(the process exits while building).
+NEXT_TOKEN: "hash", "story" (what `tests.frontend.story_engine` tells), "slow" (the same, 5 ms a step), "compile" (each
+step waits 1 s for a program), or what goes wrong: "refuse" (bad input while building), "fail" (any other error while
+building), "break" (a step fails), "hang" (a step never ends), "exit" (the process exits while building).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,14 +32,26 @@ def build(kind: str, args: EngineArgs) -> EngineCore:
     config = make_config(
         max_model_len=args.max_model_len or 32, max_num_seqs=args.max_num_seqs or 4, budget=32
     )
-    return EngineCore(config, FakeExecutor(config, 400, _next_token(kind)))
+    executor = FakeExecutor(config, 400)
+    executor.next_token = _next_token(kind, executor)
+    return EngineCore(config, executor)
 
 
-def _next_token(kind: str):
+def _next_token(kind: str, executor: FakeExecutor):
     if kind == "hash":
         return hashed_token
     if kind == "break":
         return lambda context: 1 // 0
+    if kind == "hang":
+        return lambda context: threading.Event().wait()
+    if kind == "compile":
+
+        def compile_first(context: Sequence[int]) -> int:
+            executor.on_compile()
+            time.sleep(1)
+            return hashed_token(context)
+
+        return compile_first
     from tests.frontend.story_engine import tell
 
     def tell_slowly(context: Sequence[int]) -> int:

@@ -219,6 +219,7 @@ class FakeExecutor:
         self.config = config
         self.num_blocks = num_blocks
         self.num_compilations = 0
+        self.on_compile: Callable[[], None] | None = None
         self.step_costs = STEP_COSTS
         self.next_token = next_token
         self.plans: list[StepPlan] = []

@@ -15,8 +15,21 @@ import msgspec
 import pytest
 
 from jaxinfer.config import EngineArgs
+from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.engine.ipc import Add, Call, FromCore, Outputs, Ready, Returned, Start, ToCore
+from jaxinfer.engine.ipc import (
+    Add,
+    Attach,
+    Beat,
+    Call,
+    FromCore,
+    Outputs,
+    Pause,
+    Ready,
+    Returned,
+    Start,
+    ToCore,
+)
 from jaxinfer.engine.messages import (
     Admission,
     EngineCoreOutputs,
@@ -24,7 +37,7 @@ from jaxinfer.engine.messages import (
     FinishReason,
     TokenLogprobs,
 )
-from jaxinfer.engine.process_client import CoreProcess, ProcessClient
+from jaxinfer.engine.process_client import ProcessClient
 from jaxinfer.engine.stats import DeviceMemory, HostSeconds, SchedulerStats, StepWork
 from tests.engine.fake_executor import Collected, alone, make_config, make_request
 
@@ -173,6 +186,44 @@ def test_a_failing_step_is_told_and_ends_the_process():
     client.shutdown()
 
 
+@pytest.mark.parametrize("how", ["step", "stopped", "idle"])
+def test_a_hanging_core_is_noticed_and_killed(how):
+    kind = "hang" if how == "step" else "slow"
+    args = EngineArgs("fake", max_model_len=1500)
+    process = CoreProcess(command(kind), args, heartbeat_timeout=0.5)
+    outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client = ProcessClient(process, process.wait_ready(), outputs.put, on_death=deaths.put)
+    if how != "idle":
+        client.add_request(make_request("a", 3, ignore_eos=True))
+    if how == "stopped":
+        outputs.get(timeout=LIMIT)
+    if how != "step":
+        client.check_health()
+        os.kill(process.pid, signal.SIGSTOP)
+    assert "no sign of life for 0.5 s" in deaths.get(timeout=LIMIT)
+    if how != "idle":
+        reason, text = collect(outputs, 1).ends["a"]
+        assert reason is FinishReason.ERROR and "no sign of life for 0.5 s" in str(text)
+    with pytest.raises(EngineDeadError, match="no sign of life"):
+        client.check_health()
+    client.shutdown()
+    assert not process_exists(process.pid)
+
+
+@pytest.mark.parametrize(("kind", "timeout"), [("compile", 0.4), ("hash", 0.4), ("hash", 0)])
+def test_who_compiles_or_has_nothing_to_do_is_not_taken_for_hanging(kind, timeout):
+    process = CoreProcess(command(kind), EngineArgs("fake"), heartbeat_timeout=timeout)
+    outputs: queue.SimpleQueue[EngineCoreOutputs] = queue.SimpleQueue()
+    client = ProcessClient(process, process.wait_ready(), outputs.put)
+    with pytest.raises(queue.Empty):  # twice as long as it may be silent
+        outputs.get(timeout=2 * timeout + 0.01)
+    client.add_request(request := make_request("a", 3, max_tokens=2))
+    assert collect(outputs, 1).tokens["a"] == alone(request)[0]
+    client.check_health()
+    client.shutdown()
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
@@ -193,7 +244,7 @@ def test_the_core_ends_with_its_parent():
     code = (
         "import sys, os\n"
         "from jaxinfer.config import EngineArgs\n"
-        "from jaxinfer.engine.process_client import CoreProcess\n"
+        "from jaxinfer.engine.core_handle import CoreProcess\n"
         "core = CoreProcess(sys.argv[1:], EngineArgs('fake'))\n"
         "core.wait_ready()\n"
         "print(core.pid, flush=True)\n"
@@ -241,6 +292,9 @@ def test_messages_survive_the_wire():
         (FromCore, Returned(3, None, "text")),
         (FromCore, Ready(make_config(), 9)),
         (FromCore, Outputs(outputs, same_ids=True)),
+        (ToCore, Attach(2, "ipc://x")),
+        (FromCore, Beat(1, 2, 0.5, 3)),
+        (FromCore, Pause()),
     ):
         data = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(data, type=kind) == message

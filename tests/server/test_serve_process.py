@@ -146,13 +146,15 @@ def test_a_killed_core_fails_what_runs_and_turns_health_to_503(model_dir):
         assert server.stop() == 0
 
 
-def test_a_new_core_takes_over(model_dir):
-    with story("story", model_dir, "--restart-engine") as server:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_new_core_takes_over(model_dir, number):
+    flags = ("--restart-engine", "--engine-heartbeat-timeout", "1")
+    with story("story", model_dir, *flags) as server:
 
         async def use():
             async with client(server) as http:
                 old = server.core_pid
-                os.kill(old, signal.SIGKILL)
+                os.kill(old, number)
                 end = time.monotonic() + 30
                 statuses = set()
                 while 200 not in statuses or 503 not in statuses:
@@ -204,6 +206,7 @@ def test_start_errors_are_one_line_and_code_2(model_dir, tmp_path):
         (("--port", "70000"), "port must be in"),
         (("--ssl-certfile", "nowhere.pem"), "ssl_certfile"),
         (("--max-num-queued-reqs", "-1"), "max_num_queued_reqs"),
+        (("--engine-heartbeat-timeout", "nan"), "engine_heartbeat_timeout"),
     ):
         done = run("-m", "jaxinfer", "serve", str(model_dir), *flags)
         assert done.returncode == 2 and text in done.stderr, done.stderr
