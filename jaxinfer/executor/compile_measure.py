@@ -6,19 +6,17 @@ Nothing is loaded: leaves, cache and inputs are shapes. `measure` returns plain 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 from jaxinfer.executor.buckets import BucketLadder, StepShape
-from jaxinfer.executor.deterministic_programs import TILE_TOKENS, DeterministicPrograms
+from jaxinfer.executor.compile_workload import Workload, model_config
+from jaxinfer.executor.deterministic_programs import DeterministicPrograms
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
@@ -35,71 +33,8 @@ LEAST_MOVE = 1 << 20
 """Bytes from which a copy of a weight or of the cache is reported: it takes a GPU less than a launch to move fewer."""
 
 
-def _llama(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any):
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": embed,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "dtype": "bfloat16",
-        **more,
-    }
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-1b": _llama(128_256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
-    "llama-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
-    "llama-70b": _llama(128_256, 8192, 28_672, 80, 64, 8),
-}
-"""Shapes of Llama 3's models, as their configs give them."""
-
 _NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 """XLA's own kernels are refused when they spill."""
-
-PROGRAMS = ("decode", "shared_prefix", "mixed", "deterministic", "sample_greedy", "sample_random")
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The step that is compiled: `rows` requests of `context` tokens each.
-
-    The decode step has one token of each, and so has the one for a shared prefix, of half the context; the mixed step
-    has `mixed_tokens` in all, the last request prefilling a chunk. A deterministic engine's step has one shape.
-    """
-
-    rows: int = 64
-    context: int = 2048
-    mixed_tokens: int = 1024
-    page_size: int = 64
-
-    @property
-    def pages_per_row(self) -> int:
-        return -(-self.context // self.page_size)
-
-    @property
-    def num_pages(self) -> int:
-        return self.rows * self.pages_per_row + 1
-
-    @property
-    def shared_tokens(self) -> int:
-        return self.pages_per_row // 2 * self.page_size
-
-    @property
-    def tile(self) -> BucketLadder:
-        return BucketLadder.single(TILE_TOKENS["gpu"], self.pages_per_row)
-
-    def shape(self, program: str) -> StepShape:
-        if program == "deterministic":
-            return next(self.tile.all_shapes())
-        tokens = self.mixed_tokens if program == "mixed" else self.rows
-        prefixes = MAX_PREFIX_GROUPS if program == "shared_prefix" else 0
-        return StepShape(tokens, self.rows, self.pages_per_row, tokens == self.rows, prefixes)
 
 
 @dataclass(frozen=True)
@@ -119,7 +54,7 @@ def measure(
     num_layers: int | None = None,
     kv_dtype: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Compile `programs` (see `PROGRAMS`) of a model and count.
+    """Compile `programs` (see `compile_workload.PROGRAMS`) of a model and count.
 
     Args:
         model: A preset's name, a model's directory or file, or whatever else `jaxinfer` finds a model by.
@@ -140,18 +75,6 @@ def measure(
     return [_measure_program(decoder, target, work, program) for program in programs]
 
 
-def model_config(model: str) -> dict[str, Any]:
-    """A preset's config, or that of a model on this machine or the hub."""
-    if model in PRESETS:
-        return PRESETS[model]
-    path = Path(model).expanduser() / "config.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    from jaxinfer.weights.resolve import open_checkpoint, resolve_model
-
-    return open_checkpoint(resolve_model(model, load_format="dummy")).config()
-
-
 def _programs(decoder: FunctionalDecoder, work: Workload, program: str) -> Programs:
     vocab_size = decoder.spec.vocab_size
     ladder = BucketLadder.create(work.mixed_tokens, work.rows, work.pages_per_row)
@@ -166,6 +89,7 @@ def _programs(decoder: FunctionalDecoder, work: Workload, program: str) -> Progr
         num_blocks=work.num_pages,
         block_size=work.page_size,
         max_logprobs=0,
+        num_drafts=work.drafts,
     )
 
 
@@ -177,12 +101,18 @@ def _measure_program(
     lower: Callable[[], jax.stages.Lowered]
     if not program.startswith("sample"):
         lower, floor = lambda: programs.lower_forward(shape), forward_floor(decoder, work, shape)
+    elif program == "sample_drafts":
+        positions = work.num_positions
+        lower, floor = (
+            lambda: programs.lower_verify(positions, SamplerFeatures(SamplerLevel.RANDOM)),
+            sample_floor(decoder, positions),
+        )
     else:
         level = SamplerLevel.GREEDY if program == "sample_greedy" else SamplerLevel.RANDOM
         features = SamplerFeatures(level)
         lower, floor = (
             lambda: programs.lower_sample(work.rows, features),
-            sample_floor(decoder, work),
+            sample_floor(decoder, work.rows),
         )
     compiled, mosaic = KernelCompiler(decoder.mesh).compile_lowered(lower, _NO_SPILLS)
     leaves = {f"leaves[{i}]": ".".join(path) for i, path in enumerate(decoder.leaves)}
@@ -269,12 +199,15 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
     item = decoder.dtype.itemsize
     outside = {("embed",), ("lm_head",)}
     weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in outside}
-    chunk = shape.num_tokens - shape.num_rows + 1
     contexts = work.rows * work.context
     if shape.num_prefixes:
         contexts -= (work.rows - 1) * work.shared_tokens
-    # The chunk's tokens see each other only as far as they have come.
-    seen = (work.rows - 1) * work.context + chunk * work.context - chunk * (chunk - 1) // 2
+    if shape.num_tokens == work.num_positions:
+        chunks = [work.drafts + 1] * shape.num_rows
+    else:
+        chunks = [1] * (shape.num_rows - 1) + [shape.num_tokens - shape.num_rows + 1]
+    # A chunk's tokens see each other only as far as they have come.
+    seen = sum(chunk * work.context - chunk * (chunk - 1) // 2 for chunk in chunks)
     kv_token = 2 * dims.num_kv_heads * spec.head_dim * decoder.kv_dtype.itemsize // devices
     num_layers = len(spec.layers)
     heads = dims.num_kv_heads * dims.queries_per_kv // devices
@@ -288,12 +221,13 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
     )
 
 
-def sample_floor(decoder: FunctionalDecoder, work: Workload) -> Floor:
+def sample_floor(decoder: FunctionalDecoder, num_positions: int) -> Floor:
     """The head read once, and its matmul."""
     head = decoder.leaves[("embed",) if decoder.spec.tied_head else ("lm_head",)]
     head_bytes = _device_bytes(head)
-    hidden_bytes = work.rows * decoder.spec.embed_dim * decoder.dtype.itemsize
-    return Floor(head_bytes + hidden_bytes, 2 * work.rows * head_bytes // decoder.dtype.itemsize)
+    item = decoder.dtype.itemsize
+    hidden_bytes = num_positions * decoder.spec.embed_dim * item
+    return Floor(head_bytes + hidden_bytes, 2 * num_positions * head_bytes // item)
 
 
 def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:

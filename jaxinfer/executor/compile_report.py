@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.executor.compile_measure import PRESETS, PROGRAMS, Workload
+from jaxinfer.executor.compile_workload import PRESETS, PROGRAMS, Workload
 from kernels_pallas.compile_job import JobError, run_job
 from kernels_pallas.gpu_target import TARGETS, get_target, missing_compiler
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from jaxinfer.executor.compile_measure import Workload, model_config
 from jaxinfer.executor.compile_report import Section, main, render, render_section
+from jaxinfer.executor.compile_workload import Workload, model_config
 from kernels_pallas.compile_job import run_job
 from tests.gpu_compiler import needs_compiler
 
@@ -54,7 +54,7 @@ def check_kernels(result: dict) -> None:
     kernels = {kernel["name"]: kernel for kernel in result["mosaic_kernels"]}
     attention = {
         "paged_decode",
-        "paged_prefill" if result["program"] == "mixed" else "paged_decode_merge",
+        "paged_decode_merge" if result["program"] == "decode" else "paged_prefill",
     }
     assert kernels.keys() >= attention | {"rope_kv_cache_update"}
     for name in attention - {"paged_decode_merge"}:
@@ -133,6 +133,15 @@ def test_sampling_reads_the_head_where_it_lies():
 
 
 @needs_compiler
+def test_verifying_drafts_reads_the_head_once_for_all_positions():
+    result = compiled("sample_drafts", layers=1)
+    head = 128_256 * E * 2
+    assert result["moved"] == []
+    assert result["floor"] == {"num_bytes": head + 320 * E * 2, "flops": 2 * 320 * 128_256 * E}
+    assert result["flops"] == result["floor"]["flops"]
+
+
+@needs_compiler
 def test_each_of_four_devices_has_a_quarter_of_a_70b_step():
     result = compiled("decode", model="llama-70b", size=4, layers=3)
     cache = 3 * 2 * (64 * 32 + 1) * 8 * 64 * 128 * 2 // 4
@@ -149,7 +158,7 @@ def test_each_of_four_devices_has_a_quarter_of_a_70b_step():
 
 
 @needs_compiler
-@pytest.mark.parametrize("program", ["decode", "mixed"])
+@pytest.mark.parametrize("program", ["decode", "mixed", "verify"])
 def test_a_1b_step_updates_its_cache_in_place_with_kernels_in_order(program):
     result = compiled(program, model="llama-1b", layers=2)
     cache = 2 * 2 * (64 * 32 + 1) * 8 * 64 * 64 * 2
