@@ -23,12 +23,12 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
     which is what lies there."""
     spec = decoder.spec
     num_devices = tensor_parallel_size(decoder.mesh)
-    dtype_bytes, kv_dtype_bytes = decoder.dtype.itemsize, decoder.kv_dtype.itemsize
+    dtype_bytes = decoder.dtype.itemsize
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.embed_dim * (2 * heads + 2 * kv_heads)
     mlp = 3 * spec.embed_dim * spec.mlp_dim
     num_layers = len(spec.layers)
-    windows = Counter(layer.sliding_window for layer in spec.layers)
+    windows = Counter(cache.window for cache in decoder.caches)
     target = _target(decoder.mesh.devices.flat[0])
     has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
     return StepCosts(
@@ -36,7 +36,7 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
         logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
         pair_flops=4 * heads / num_devices,
         weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
-        kv_bytes=2 * kv_heads * kv_dtype_bytes / num_devices,
+        kv_bytes=float(sum(map(_shard_bytes, decoder.kv_cache_shapes(1, 1)[0]))),
         windows=tuple(windows.items()),
         peak_flops=target.bf16_flops_per_second if has_peak and target else None,
         peak_bandwidth=target.bytes_per_second if has_peak and target else None,

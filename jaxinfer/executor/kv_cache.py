@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.models.decoder import KVCache
+
+CacheShapes = tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+"""The arrays of each entry of a `KVCache`."""
 
 CPU_DEFAULT_BYTES = 1 << 30
 """On a CPU the cache shares its memory with everything else that runs there; more is for the user to ask for."""
@@ -55,11 +56,11 @@ def num_blocks(
     return max(min(budget // block_bytes, useful), 0)
 
 
-def allocate(shapes: Sequence[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]) -> KVCache:
+def allocate(shapes: CacheShapes) -> KVCache:
     """The zeroed cache, made where it lives: no copy ever passes through the host."""
 
     def zeros() -> KVCache:
-        return tuple((jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype)) for k, v in shapes)
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tuple(shapes))
 
-    shardings = tuple((k.sharding, v.sharding) for k, v in shapes)
+    shardings = jax.tree.map(lambda array: array.sharding, tuple(shapes))
     return jax.jit(zeros, out_shardings=shardings)()

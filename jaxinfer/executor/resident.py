@@ -11,8 +11,6 @@ import numpy as np
 from jaxinfer.executor import kv_cache
 from jaxinfer.models.decoder import KVCache
 
-CacheShapes = tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]
-
 
 class Owner(Protocol):
     """Who runs with these arrays."""
@@ -26,7 +24,7 @@ class Resident:
         self,
         owner: Owner,
         leaf_shapes: Iterable[jax.ShapeDtypeStruct],
-        cache_shapes: CacheShapes,
+        cache_shapes: kv_cache.CacheShapes,
         load: Callable[[], list[jax.Array]],
     ) -> None:
         """`load` reads the weights again, from where they came."""

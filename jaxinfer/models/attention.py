@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.cache_spec import KV_PAGE_AXES
 from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype
 from jaxinfer.models.rope import Rotation
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -25,7 +26,7 @@ from kernels_pallas.quantized_pages import quantized
 KVPages = tuple[jax.Array, jax.Array]
 """One layer's keys and values, each [num_pages, K, page_size, H]."""
 
-KV_PAGES_AXES = (None, "kv_heads", None, None)
+KV_PAGES_AXES = (None, *KV_PAGE_AXES)
 
 
 class Attention(nnx.Module):

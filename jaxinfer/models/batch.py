@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 
 from kernels_pallas import SharedPrefixes
+
+
+class PageTables(NamedTuple):
+    """Where a group of layers keeps the batch's tokens: see `RaggedBatch.slot_mapping` and `block_tables`."""
+
+    slot_mapping: jax.Array
+    block_tables: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +39,18 @@ class RaggedBatch:
     seq_lens: jax.Array
     """[R] int32, context length after this step, its own tokens included."""
     block_tables: jax.Array
-    """[R, P] int32, pages of each row in order; entries past the context are 0."""
+    """[R, P] int32, pages of each row in order; entries past the context are 0, entries before a window anything."""
     decode_only: bool = field(metadata={"static": True})
     batch_invariant: bool = field(default=False, metadata={"static": True})
     """A token's result may depend on its own context alone, to the bit, among batches of one shape."""
     shared_prefixes: SharedPrefixes | None = None
     """First pages that rows have in common, where it pays to attend to them once."""
+    more_tables: tuple[PageTables, ...] = ()
+    """Those of further groups of layers (see `cache_groups`), where there are any."""
+
+    def of_group(self, group: int) -> RaggedBatch:
+        """The batch as the layers of a group see it."""
+        if group == 0:
+            return replace(self, more_tables=()) if self.more_tables else self
+        tables = self.more_tables[group - 1]._asdict()
+        return replace(self, more_tables=(), shared_prefixes=None, **tables)

@@ -11,13 +11,14 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.attention import Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.layers import GatedMlp, add_rms_norm, constrain, leaf, linear, rms_norm
 from jaxinfer.models.rope import Rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 
 KVCache = tuple[KVPages, ...]
-"""One pair of pages per layer."""
+"""One pair of pages per layer; with several groups of layers, one per place in a group."""
 
 
 class DecoderLayer(nnx.Module):
@@ -94,9 +95,10 @@ class Decoder(nnx.Module):
         mesh: Mesh,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
+        groups: CacheGroups,
     ):
         E, V = spec.embed_dim, dims.vocab_size
-        self.spec, self.mesh = spec, mesh
+        self.spec, self.mesh, self.groups = spec, mesh, groups
         self.embed = leaf((V, E), ("vocab", "embed"), dtype)
         self.layers = nnx.List(
             DecoderLayer(spec, dims, mesh, dtype, kv_dtype, sliding_window=layer.sliding_window)
@@ -125,17 +127,25 @@ class Decoder(nnx.Module):
         }
         norms = [layer.attention_norm[...] for layer in self.layers] + [self.norm[...]]
         h_te = rms_norm(x_te, norms[0], self.spec).astype(x_te.dtype)
-        updated = []
-        for i, (attention, kv_pages) in enumerate(zip(self.spec.layers, kv_cache, strict=True)):
+        pages = list(kv_cache)
+        batches = [batch.of_group(group) for group in range(len(self.groups.layers))]
+        places = self.groups.places()
+        for i, (attention, (group, place)) in enumerate(zip(self.spec.layers, places, strict=True)):
             if streams is not None:
                 streams[i] = x_te
             graphdef, state = nnx.split(self.layers[i])
-            x_te, h_te, kv_pages = _run_layer(
-                graphdef, state, x_te, h_te, norms[i + 1], kv_pages, batch, ropes[attention.rope]
+            x_te, h_te, pages[place] = _run_layer(
+                graphdef,
+                state,
+                x_te,
+                h_te,
+                norms[i + 1],
+                pages[place],
+                batches[group],
+                ropes[attention.rope],
             )
-            updated.append(kv_pages)
         # Without a use of the stream JAX would lower the last layer apart from its equals, without that result.
-        return jax.lax.optimization_barrier((h_te, x_te))[0], tuple(updated)
+        return jax.lax.optimization_barrier((h_te, x_te))[0], tuple(pages)
 
     def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:
         """[N, E] -> [N, vocab_size] float32."""

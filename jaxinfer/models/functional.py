@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.models.attention import KV_PAGES_AXES
 from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.cache_groups import CacheGroups
+from jaxinfer.models.cache_spec import CacheArray, LayerCache, layer_caches
 from jaxinfer.models.decoder import Decoder, KVCache, logits_of
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
@@ -54,6 +55,10 @@ class FunctionalDecoder:
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
     module: FlatModule[Decoder]
+    caches: tuple[LayerCache, ...]
+    """What each layer keeps."""
+    groups: CacheGroups
+    """Which layers share their arrays."""
 
     @classmethod
     def create(
@@ -62,13 +67,17 @@ class FunctionalDecoder:
         mesh: Mesh,
         dtype: jnp.dtype | str,
         kv_dtype: jnp.dtype | str | None = None,
+        groups: CacheGroups | None = None,
     ) -> FunctionalDecoder:
-        """Builds the module tree for `mesh` without allocating anything. `kv_dtype`: the cache's, None for `dtype`."""
+        """Builds the module tree for `mesh` without allocating anything. `kv_dtype`: the cache's, None for `dtype`;
+        `groups`: None gives each layer arrays of its own."""
         dims = ShardedDims.create(spec, tensor_parallel_size(mesh))
         dtype = jnp.dtype(dtype)
         kv_dtype = jnp.dtype(kv_dtype or dtype)
-        module = FlatModule.create(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype), mesh)
-        return cls(spec, dims, mesh, dtype, kv_dtype, module)
+        groups = groups or CacheGroups.single(len(spec.layers))
+        module = FlatModule.create(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype, groups), mesh)
+        caches = layer_caches(spec, dims, kv_dtype)
+        return cls(spec, dims, mesh, dtype, kv_dtype, module, caches, groups)
 
     @property
     def leaves(self) -> dict[LeafPath, jax.ShapeDtypeStruct]:
@@ -110,9 +119,16 @@ class FunctionalDecoder:
 
     def kv_cache_shapes(
         self, num_pages: int, page_size: int
-    ) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
-        """Shape, dtype and sharding of the cache: per layer keys and values, [num_pages, K, page_size, H]."""
-        shape = (num_pages, self.dims.num_kv_heads, page_size, self.spec.head_dim)
-        sharding = named_sharding(self.mesh, KV_PAGES_AXES)
-        pages = jax.ShapeDtypeStruct(shape, self.kv_dtype, sharding=sharding)
-        return ((pages, pages),) * len(self.spec.layers)
+    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """Shape, dtype and sharding of the cache: for each place in a group (see `CacheGroups`) a layer's arrays, mostly
+        keys and values, [num_pages, K, page_size, H]."""
+
+        def pages(array: CacheArray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (num_pages, *array.page_shape(page_size)),
+                array.dtype,
+                sharding=named_sharding(self.mesh, (None, *array.axes)),
+            )
+
+        largest = max(self.groups.layers, key=len)
+        return tuple(tuple(map(pages, self.caches[layer].arrays)) for layer in largest)

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.input_batch import PackedLayout
+from jaxinfer.executor.kv_cache import CacheShapes
 from jaxinfer.executor.program_cache import ProgramCache
-from jaxinfer.executor.resident import CacheShapes
 from jaxinfer.executor.sampling_rows import NUM_COLUMNS as NUM_SAMPLING_COLUMNS
 from jaxinfer.executor.speculative.draft_choice import DraftChoice
 from jaxinfer.executor.speculative.draft_rows import NUM_COLUMNS, DraftRowPacker
