@@ -37,6 +37,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "num_gpu_blocks_override": "size of the KV cache in blocks",
         "block_size": "tokens per block of the KV cache",
         "enable_prefix_caching": "compute the equal beginnings of requests once",
+        "disable_hybrid_kv_cache_manager": "keep all blocks of layers with a sliding window",
         "prefix_caching_hash_algo": "sha256, or xxhash: quicker, for prompts from people who trust each other",
     },
     "scheduling": {

@@ -77,6 +77,9 @@ class CacheConfig:
     prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
     dtype: str | None = None
     """Of keys and values: "float8_e4m3fn" and "int8" have a scale per kv head; None is the model's dtype."""
+    windows: tuple[int | None, ...] = (None,)
+    """How far each group of layers looks back: so many tokens, the current one included, or at all (None, the first group
+    only). A block holds some tokens for one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
+        """Columns of a block table; each group of layers has a block of its own for a column."""
         return -(-self.model.max_model_len // self.cache.block_size)
 
 
@@ -148,6 +152,10 @@ class ModelLimits(Protocol):
     def max_position_embeddings(self) -> int: ...
     @property
     def checkpoint_dtype(self) -> str: ...
+
+    def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
+        """See `CacheConfig.windows`."""
+        ...
 
 
 _DTYPES = {
@@ -195,6 +203,7 @@ class EngineArgs:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
+    disable_hybrid_kv_cache_manager: bool = False
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     long_prefill_token_threshold: int = 0
@@ -271,6 +280,11 @@ class EngineArgs:
             )
         if self.cache_aware_scheduling and not self.enable_prefix_caching:
             raise ValueError("cache_aware_scheduling needs enable_prefix_caching, got False.")
+        speculative = self._speculative(device)
+        windows: tuple[int | None, ...] = (None,)
+        # A drafter's layers have the blocks of the model's, and may look further back.
+        if not (self.disable_hybrid_kv_cache_manager or (speculative and speculative.from_model)):
+            windows = limits.cache_windows(max_model_len)
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -296,6 +310,7 @@ class EngineArgs:
                 enable_prefix_caching=self.enable_prefix_caching,
                 prefix_caching_hash_algo=self.prefix_caching_hash_algo,
                 dtype=_KV_CACHE_DTYPES[self.kv_cache_dtype],
+                windows=windows,
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -316,7 +331,7 @@ class EngineArgs:
                 self.cascade_min_tokens or CASCADE_MIN_TOKENS[device],
             ),
             deterministic=self.deterministic,
-            speculative=self._speculative(device),
+            speculative=speculative,
         )
 
     def _jump_ahead_max_rows(self, device: Device) -> int:

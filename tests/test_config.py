@@ -13,6 +13,9 @@ class Limits:
     max_position_embeddings: int = 2048
     checkpoint_dtype: str = "bfloat16"
 
+    def cache_windows(self, max_model_len):
+        return (None,)
+
 
 def test_prefix_caching_is_on_and_can_be_changed() -> None:
     config = EngineArgs("m").create_engine_config(Limits(), "cpu")

@@ -27,6 +27,9 @@ class Limits:
     max_position_embeddings: int = 2048
     checkpoint_dtype: str = "bfloat16"
 
+    def cache_windows(self, max_model_len):
+        return (None,)
+
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, 97, size=(count, length)).tolist()

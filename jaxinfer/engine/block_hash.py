@@ -33,6 +33,12 @@ class KeyTag(enum.StrEnum):
     SALT = "salt"
 
 
+def group_key(key: BlockKey, group: int) -> BlockKey:
+    """The key of the block that holds the same tokens for a group of layers; keys without a group's number, which are
+    shorter, are those of group 0."""
+    return key + bytes((group,)) if group else key
+
+
 class BlockHasher:
     """`algorithm` "sha256" can't be fooled; "xxhash" (128 bits) is quicker, but who chooses prompts could make two of
     them collide, and read another's cache.

@@ -122,6 +122,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def get(self, key: BlockKey) -> int | None:
+        """The block registered under this key."""
+        return self._block_of.get(key)
+
     def num_held(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` somebody holds."""
         ref_count = self._ref_count

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.grammars import GrammarBackend, GrammarQueue
 from jaxinfer.engine.jump_ahead import forced_runs
@@ -270,12 +271,18 @@ def _text(error: BaseException) -> str:
 
 
 def _check_cache(config: EngineConfig, num_blocks: int) -> None:
-    needed, usable = config.max_blocks_per_seq, max(num_blocks - 1, 0)
+    demand, columns, usable = (
+        CacheDemand.of(config),
+        config.max_blocks_per_seq,
+        max(num_blocks - 1, 0),
+    )
+    needed = demand.blocks(1, columns)
     if usable < needed:
         block_size = config.cache.block_size
+        fitting = demand.most_columns(usable, columns)
         shorter = (
-            f"Decrease max_model_len to at most {usable * block_size}, or increase"
-            if usable
+            f"Decrease max_model_len to at most {fitting * block_size}, or increase"
+            if fitting
             else "Increase"
         )
         raise ValueError(

@@ -96,6 +96,10 @@ class StepPlan:
     entries of the block tables: entry `block_cols[u]` of row `block_rows[u]` becomes `block_ids[u]`. Admissions
     apply before block entries.
 
+    Each group of layers (`CacheConfig.windows`) has a block table of its own. With G > 1 of them `block_ids` is [G, U],
+    and 0 where the row holds nothing that the group's window reaches. Entries that fell out of a window are not taken
+    back: nobody looks at them, and from the step on in which they did another row may write to these blocks.
+
     A row may be admitted with `num_computed` > 0: these tokens lie in full blocks that an earlier row filled, or that
     another row of this very step fills. So in each layer, all keys and values of the step are written before any of
     its rows reads. Such blocks are only read; what a row computes goes to blocks that it has for itself.

@@ -8,8 +8,9 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.engine.block_hash import BlockHasher, BlockKey, Extra, KeyTag
-from jaxinfer.engine.kv_cache_manager import KVCacheManager
+from jaxinfer.engine.block_hash import BlockHasher, BlockKey, Extra, KeyTag, group_key
+from jaxinfer.engine.kv_cache_manager import CachedPrefix, KVCacheManager
+from jaxinfer.engine.longest_prefix import longest_prefix
 from jaxinfer.engine.plan import Int32
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
@@ -37,21 +38,23 @@ class PrefixCache:
         self._table = table
         self._num_registered = np.zeros(len(kv.num_blocks), np.int32)
         self._num_steps = 0
+        self._nothing = CachedPrefix(0, [[] for _ in kv.windows])
 
-    def find(self, request: Request) -> list[int]:
-        """The blocks of the longest cached prefix of a request that doesn't run. They are not taken yet.
+    def find(self, request: Request) -> CachedPrefix:
+        """The blocks of the longest cached prefix of a request that doesn't run. They are not taken yet. A prefix is cached
+        where all of it is for layers that look back at all tokens, and the last window of it for others.
 
         The last known token is never part of it: the token after it is still to be computed from it.
         """
         if not self._enabled:
-            return []
+            return self._nothing
         keys, block_size = request.block_keys, self._kv.block_size
         if len(keys) < request.num_known_tokens // block_size:
             known = request.known_token_ids[len(keys) * block_size :]
             self._hasher.extend(keys, known, _extras(request))
         if not request.reads_prefix_cache:
-            return []
-        return self._kv.pool.find(keys[: self._num_readable(request)])
+            return self._nothing
+        return longest_prefix(self._kv, keys[: self._num_readable(request)])
 
     def waits_for(self, request: Request, num_found: int, coming: set[BlockKey]) -> bool:
         """Whether the block after the `num_found` ones that `find` found is among those that are coming."""
@@ -91,6 +94,12 @@ class PrefixCache:
         if self._num_steps % self._kv.block_size == 0:
             self._register(rows, num_computed, _OUTPUTS_PER_TURN)
 
+    def register_fallen(self, rows: Int32, num_computed: Int32) -> None:
+        """`rows` [R], of which `num_computed` [R] tokens are computed, are about to lose the blocks that fell out of a
+        window."""
+        if self._enabled:
+            self._register(rows, num_computed)
+
     def release(self, requests: Collection[Request]) -> None:
         """The requests are about to lose their blocks: register the rest of what they have filled."""
         if not self._enabled:
@@ -125,8 +134,10 @@ class PrefixCache:
         if len(keys) < num_full:
             tokens = self._table.token_ids(row, len(keys) * block_size, num_full * block_size)
             self._hasher.extend(keys, tokens, _extras(request))
-        blocks = self._kv.block_table[row, first:num_full].tolist()
-        self._kv.pool.register(blocks, keys[first:num_full])
+        for group, table in enumerate(self._kv.block_tables):
+            held = max(first, self._kv.first_column(group, row))
+            new_keys = [group_key(key, group) for key in keys[held:num_full]]
+            self._kv.pool.register(table[row, held:num_full].tolist(), new_keys)
         self._num_registered[row] = num_full
 
 

@@ -184,7 +184,8 @@ class PrefixGrouping:
     def __init__(self, config: CascadeConfig, kv: KVCacheManager, table: RowTable) -> None:
         self._min_rows = config.min_rows
         self._min_blocks = max(-(-config.min_tokens // kv.block_size), 1)
-        self._enabled = config.enabled
+        # Of a beginning that falls out of a window, each row sees another piece, or nothing.
+        self._enabled = config.enabled and kv.windows[0] is None
         self._kv = kv
         self._table = table
         self._order = PrefixOrder(kv, self._min_blocks)

@@ -15,7 +15,9 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, QueueOrder
+from jaxinfer.engine.admission_room import AdmissionRoom
 from jaxinfer.engine.block_hash import BlockKey
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.kv_cache_manager import KVCacheManager, TableEntries
 from jaxinfer.engine.messages import Admission, EngineCoreOutputs, EngineCoreRequest
 from jaxinfer.engine.plan import (
@@ -47,8 +49,13 @@ class Scheduler:
         num_rows = config.scheduler.max_num_seqs
         self.table = RowTable(num_rows, config.model.vocab_size)
         self.kv = KVCacheManager(
-            num_blocks, config.cache.block_size, num_rows, config.max_blocks_per_seq
+            num_blocks,
+            config.cache.block_size,
+            num_rows,
+            config.max_blocks_per_seq,
+            config.cache.windows,
         )
+        self._demand = CacheDemand.of(config)
         self.prefix_cache = PrefixCache(config.cache, self.kv, self.table)
         self.prefix_grouping = PrefixGrouping(config.cascade, self.kv, self.table)
         self.speculation: Speculation | None = None
@@ -95,6 +102,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to compute (until results in flight come back)."""
         preemptions_before = self._num_preemptions
+        self._free_fallen()
         computed, counts, missing = self._fit_running()
         batch = self._batch()
         rows = batch.rows
@@ -172,18 +180,31 @@ class Scheduler:
         self.running = [r for r in self.running if r.state is RequestState.RUNNING]
         self._running_batch = None
 
+    def _free_fallen(self) -> None:
+        """Give back what fell out of windows. Steps in flight may still read it: the device is through with them before
+        it begins the one that is being planned, the first that may write there."""
+        if not self.kv.has_windows:
+            return
+        rows = self._batch().rows
+        rows = self.kv.fallen(rows, self.table.num_computed[rows])
+        if rows.size:
+            computed = self.table.num_computed[rows]
+            self.prefix_cache.register_fallen(rows, computed)
+            self.kv.free_fallen(rows, computed)
+
     def _fit_running(self) -> tuple[Int32, Int32, Int32]:
         """How many tokens of each running request are computed, how many it computes next and how many blocks it lacks
         for them, after preempting as many as it takes for the blocks to suffice."""
+        num_groups = self.kv.num_groups
         while True:
             rows = self._batch().rows
             computed = self.table.num_computed[rows]
             counts = self._tokens_to_compute(rows, computed)
             missing = np.maximum(self.kv.missing(rows, computed + counts), 0)
-            short = int(missing.sum()) - self.kv.pool.num_free
+            short = int(missing.sum()) * num_groups - self.kv.pool.num_free
             if short <= 0:
                 return computed, counts, missing
-            wanted = dict(zip(rows.tolist(), missing.tolist(), strict=True))
+            wanted = dict(zip(rows.tolist(), (missing * num_groups).tolist(), strict=True))
             while short > 0:
                 victim = self.waiting.victim(self.running)
                 if len(self.running) == 1:
@@ -240,8 +261,7 @@ class Scheduler:
         if budget <= 0 or not table.num_free:
             return admitted, counts
         batch = self._batch()
-        reserved = np.maximum(kv.missing(batch.rows, table.num_tokens[batch.rows]), 0)
-        free_blocks = kv.pool.num_free - int(reserved.sum())
+        room = AdmissionRoom(kv, self._demand, batch.rows, table.num_tokens[batch.rows])
         unfinished = table.num_computed[batch.rows] + counts < table.num_tokens[batch.rows]
         coming: set[BlockKey] = set()
         for i in np.flatnonzero(unfinished).tolist():
@@ -252,21 +272,20 @@ class Scheduler:
             if request.num_in_flight:
                 break
             found = cache.find(request)
-            if cache.waits_for(request, len(found), coming):
+            if cache.waits_for(request, found.num_blocks, coming):
                 continue
             num_tokens = request.num_known_tokens
-            free_blocks -= -(-num_tokens // kv.block_size) - kv.pool.num_held(found)
-            if free_blocks < 0:
+            if not room.take(found, num_tokens):
                 break
             order.take(request)
-            request.num_cached_tokens = num_cached = len(found) * kv.block_size
+            request.num_cached_tokens = num_cached = found.num_blocks * kv.block_size
             count = num_tokens - num_cached
             count = min(count, budget, config.long_prefill_token_threshold or count)
             budget -= count
             row = table.admit(request, num_cached)
             entries.append(kv.start(row, found, num_cached + count))
-            cache.admit(request, len(found), num_cached + count)
-            self.prefix_grouping.admit(row, len(found))
+            cache.admit(request, found.num_blocks, num_cached + count)
+            self.prefix_grouping.admit(row, found.num_blocks)
             coming.update(cache.coming(request))
             request.state = RequestState.RUNNING
             admitted.append(request)
@@ -283,7 +302,7 @@ class Scheduler:
             return QueueOrder(self.waiting)
         return CacheAwareOrder(
             self.waiting,
-            lambda request: len(self.prefix_cache.find(request)),
+            lambda request: self.prefix_cache.find(request).num_blocks,
             self._config.max_overtakes,
         )
 

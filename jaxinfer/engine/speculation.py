@@ -129,7 +129,7 @@ class Speculation:
         rows = batch.rows[ends == table.num_tokens[batch.rows]]
         ahead = table.num_tokens[rows] + self.num_drafts[rows] + self._config.num_lookahead_tokens
         missing = np.maximum(kv.missing(rows, np.minimum(ahead, table.max_total[rows])), 0)
-        if missing.sum() <= kv.pool.num_free:
+        if missing.sum() * kv.num_groups <= kv.pool.num_free:
             entries.append(kv.grow(rows, missing))
 
     def plan(self, batch: Batch, computed: Int32, samples: Bool) -> Drafts:
@@ -171,7 +171,7 @@ class Speculation:
         """Drop guesses, those of the last rows first, until the free blocks hold what is computed: `ends` [R] tokens of
         each row and the guesses. Nobody is preempted for a guess."""
         missing = np.maximum(kv.missing(rows, ends + self.num_drafts[rows]), 0)
-        short = int(missing.sum()) - kv.pool.num_free
+        short = int(missing.sum()) * kv.num_groups - kv.pool.num_free
         if short <= 0:
             return
         held = np.maximum(kv.num_blocks[rows], kv.blocks_for(ends)) * kv.block_size - ends
@@ -179,7 +179,8 @@ class Speculation:
             row = int(rows[i])
             kept = min(int(self.num_drafts[row]), int(held[i]))
             self.num_drafts[row] = kept
-            short -= int(missing[i] - max(kv.missing(rows[i], ends[i] + kept), 0))
+            spared = missing[i] - max(kv.missing(rows[i], ends[i] + kept), 0)
+            short -= int(spared) * kv.num_groups
             if short <= 0:
                 return
 

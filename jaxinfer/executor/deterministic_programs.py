@@ -51,7 +51,7 @@ class DeterministicPrograms(Programs):
             list(self.decoder.leaves.values()),
             self.decoder.kv_cache_shapes(self.num_blocks, self.block_size),
             self._array((self.num_rows + 1,), np.int32),
-            self._array((PackedLayout(shape).size,), np.int32),
+            self._array((PackedLayout(shape, len(self.decoder.groups)).size,), np.int32),
         )
 
     def lower_logits(self) -> jax.stages.Lowered:

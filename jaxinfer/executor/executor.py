@@ -36,6 +36,7 @@ from jaxinfer.executor.speculative.model_drafter import (
     ModelDrafter,
 )
 from jaxinfer.logits_processors import LogitsProcessor
+from jaxinfer.models.cache_groups import CacheGroups, model_groups
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import make_mesh, replicated
@@ -72,7 +73,9 @@ class MeshExecutor:
         kv_dtype = config.cache.dtype
         if (config.device, kv_dtype) == ("cpu", "float8_e4m3fn"):
             kv_dtype = "uint8"  # its bits: see kernels_pallas.quantized_pages
-        decoder = FunctionalDecoder.create(spec, mesh, config.model.dtype, kv_dtype)
+        decoder = FunctionalDecoder.create(
+            spec, mesh, config.model.dtype, kv_dtype, _cache_groups(config, spec)
+        )
         ladder = _ladder(config, spec)
         drafter = None
         if make_drafter is not None:
@@ -177,6 +180,13 @@ class MeshExecutor:
 
     def shutdown(self) -> None:
         self._cache.shutdown()
+
+
+def _cache_groups(config: EngineConfig, spec: DecoderSpec) -> CacheGroups:
+    groups = model_groups(spec, config.model.max_model_len)
+    return (
+        groups if groups.windows == config.cache.windows else CacheGroups.single(len(spec.layers))
+    )
 
 
 def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
@@ -291,6 +301,7 @@ def _create_runner(
             block_size,
             programs.ladder,
             programs.num_blocks if os.environ.get(CHECK_BATCHES) == "1" else None,
+            len(programs.decoder.groups),
         ),
         sampling_rows=SamplingRows(
             num_rows,

@@ -22,10 +22,12 @@ FROM_DEVICE = -1
 class PackedLayout:
     """Where each input of a step lies in the one int32 vector that carries them all to the device.
 
-    One transfer a step instead of seven. The device side slices it at these static, aligned offsets.
+    One transfer a step instead of seven. The device side slices it at these static, aligned offsets. Each group of layers
+    has slots and block tables of its own, see `table_names`.
     """
 
     shape: StepShape
+    num_groups: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -39,6 +41,9 @@ class PackedLayout:
             "rows": num_rows,
             "block_tables": num_rows * num_pages,
         }
+        for group in range(1, self.num_groups):
+            slots, tables = table_names(group)
+            sizes |= {slots: num_tokens, tables: num_rows * num_pages}
         if num_prefixes:
             sizes["prefix_start_loc"] = num_prefixes + 1
             sizes["prefix_lens"] = num_prefixes
@@ -55,10 +60,19 @@ class PackedLayout:
         for name, size in self.sizes.items():
             pieces[name] = packed[start : start + size]
             start += _aligned(size)
-        for name in ("block_tables", "prefix_tables"):
-            if name in pieces:
+        for name in pieces:
+            if name.startswith(("block_tables", "prefix_tables")):
                 pieces[name] = pieces[name].reshape(-1, self.shape.num_pages)
         return pieces
+
+
+def table_names(group: int) -> tuple[str, str]:
+    """The inputs that say where a group of layers keeps the step's tokens: their slots, and the rows' block tables."""
+    return (
+        ("slot_mapping", "block_tables")
+        if group == 0
+        else (f"slots_{group}", f"block_tables_{group}")
+    )
 
 
 def _aligned(size: int) -> int:
@@ -66,7 +80,8 @@ def _aligned(size: int) -> int:
 
 
 class InputBatch:
-    """The executor's mirror of the scheduler's rows: each row's block table and the tokens that the host knows.
+    """The executor's mirror of the scheduler's rows: each row's block tables, one per group of layers, and the tokens that
+    the host knows.
 
     Row S (`num_rows`) belongs to nobody: padding reads and writes it. With `num_blocks`, the size of the pool, every
     batch is checked before it is handed over: about 10 µs for 256 rows.
@@ -79,12 +94,14 @@ class InputBatch:
         block_size: int,
         ladder: BucketLadder,
         num_blocks: int | None = None,
+        num_groups: int = 1,
     ):
         self.num_rows = num_rows
         self.block_size = block_size
         self.ladder = ladder
         self.num_blocks = num_blocks
-        self.block_tables = np.zeros((num_rows + 1, max_pages), np.int32)
+        self.group_tables = np.zeros((num_groups, num_rows + 1, max_pages), np.int32)
+        self.block_tables = self.group_tables[0]
         self.num_known = np.zeros(num_rows + 1, np.int32)
         self.admitted: list[AdmittedRow | None] = [None] * num_rows
         self.forced: dict[int, ForcedTokens] = {}
@@ -99,7 +116,7 @@ class InputBatch:
             self.forced[forced.row] = forced
             self.num_known[forced.row] = forced.start + len(forced.token_ids)
         if plan.block_ids.size:
-            self.block_tables[plan.block_rows, plan.block_cols] = plan.block_ids
+            self.group_tables[:, plan.block_rows, plan.block_cols] = plan.block_ids
 
     def pack(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
         """The step's shape and its packed inputs, an int32 vector laid out by `PackedLayout`.
@@ -115,7 +132,7 @@ class InputBatch:
         shape = self.ladder.shape(
             num_tokens, num_rows, num_pages, grouped=plan.prefix_groups is not None
         )
-        layout = PackedLayout(shape)
+        layout = PackedLayout(shape, len(self.group_tables))
         packed = np.zeros(layout.size, np.int32)
         to = layout.views(packed)
 
@@ -128,23 +145,25 @@ class InputBatch:
             positions = np.arange(num_tokens) + (plan.num_computed - first_token)[index]
             token_rows = plan.rows[index]
         to["positions"][:num_tokens] = positions
-        blocks = self.block_tables[token_rows, positions // self.block_size]
-        to["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
         to["query_start_loc"][1 : num_rows + 1] = ends
         to["query_start_loc"][num_rows + 1 :] = num_tokens
         to["seq_lens"][:num_rows] = seq_lens
         to["rows"][:num_rows] = plan.rows
         to["rows"][num_rows:] = self.num_rows
-        to["block_tables"][:num_rows] = self.block_tables[:, : shape.num_pages][plan.rows]
-        if self.num_blocks is not None:
-            check_batch(
-                to["block_tables"],
-                to["seq_lens"],
-                to["query_start_loc"],
-                num_pages=self.num_blocks,
-                page_size=self.block_size,
-                num_tokens=shape.num_tokens,
-            )
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        for group, table in enumerate(self.group_tables):
+            slots, tables = table_names(group)
+            to[slots][:num_tokens] = table[token_rows, columns] * self.block_size + offsets
+            to[tables][:num_rows] = table[:, : shape.num_pages][plan.rows]
+            if self.num_blocks is not None:
+                check_batch(
+                    to[tables],
+                    to["seq_lens"],
+                    to["query_start_loc"],
+                    num_pages=self.num_blocks,
+                    page_size=self.block_size,
+                    num_tokens=shape.num_tokens,
+                )
         if shape.num_prefixes:
             self._fill_prefixes(plan, to)
         self._fill_token_ids(plan, ends, seq_lens, to["token_ids"])

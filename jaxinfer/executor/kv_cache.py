@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.models.decoder import KVCache
 
 CacheShapes = tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
@@ -36,7 +37,7 @@ def num_blocks(
     """Blocks of the pool, the padding block 0 included.
 
     Args:
-        block_bytes: One block of every layer, on one device.
+        block_bytes: One block of a group of layers, on one device.
         device_bytes: What JAX may use on the device; `gpu_memory_utilization` is a fraction of it.
         resident_bytes: Weights and whatever else stays there, on one device.
         temp_bytes: Temporaries of the largest program, read from XLA.
@@ -46,12 +47,13 @@ def num_blocks(
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
-    useful = config.scheduler.max_num_seqs * config.max_blocks_per_seq + 1
+    demand, columns = CacheDemand.of(config), config.max_blocks_per_seq
+    useful = demand.blocks(config.scheduler.max_num_seqs, columns) + 1
     if cache.kv_cache_memory_bytes is not None:
         return min(cache.kv_cache_memory_bytes // block_bytes, useful)
     budget = int(device_bytes * cache.gpu_memory_utilization) - resident_bytes - temp_bytes
     if config.device == "cpu":
-        one_request = (config.max_blocks_per_seq + 1) * block_bytes
+        one_request = (demand.blocks(1, columns) + 1) * block_bytes
         budget = min(budget, max(CPU_DEFAULT_BYTES, one_request))
     return max(min(budget // block_bytes, useful), 0)
 

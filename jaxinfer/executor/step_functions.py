@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from jaxinfer.config import LogprobsMode
 from jaxinfer.executor.buckets import StepShape
-from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout
+from jaxinfer.executor.input_batch import FROM_DEVICE, PackedLayout, table_names
 from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.logprobs import TokenLogprobs, prompt_logprobs
 from jaxinfer.executor.penalties import SamplerArrays
 from jaxinfer.executor.sampler import INVALID_TOKEN, sample
 from jaxinfer.executor.sampler_features import SamplerFeatures
 from jaxinfer.executor.sampling_rows import ACTIVE, ROW
-from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.batch import PageTables, RaggedBatch
 from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 from kernels_pallas import SharedPrefixes
@@ -56,12 +56,13 @@ def forward_step(
 ) -> ForwardOutput:
     """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated. The output has the streams
     that enter `stream_layers`."""
-    step = PackedLayout(shape).views(packed)
+    num_groups = len(decoder.groups)
+    step = PackedLayout(shape, num_groups).views(packed)
     # A token that only the device has is its row's only one, and rows of one token come first: token t is row t's.
     row_of_token = jnp.minimum(jnp.arange(shape.num_tokens), shape.num_rows - 1)
     fed = last_tokens[step["rows"]][row_of_token]
     token_ids = jnp.where(step["token_ids"] == FROM_DEVICE, fed, step["token_ids"])
-    batch = batch_of(shape, step, token_ids, batch_invariant=batch_invariant)
+    batch = batch_of(shape, step, token_ids, num_groups, batch_invariant=batch_invariant)
     hidden, streams, kv_cache = decoder.forward_with_streams(leaves, batch, kv_cache, stream_layers)
     last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
     return ForwardOutput(hidden[last], hidden, kv_cache, streams)
@@ -71,10 +72,11 @@ def batch_of(
     shape: StepShape,
     step: dict[str, jax.Array],
     token_ids: jax.Array,
+    num_groups: int = 1,
     *,
     batch_invariant: bool = False,
 ) -> RaggedBatch:
-    """The batch of the unpacked `step`, with the tokens `token_ids` [T]."""
+    """The batch of the unpacked `step`, with the tokens `token_ids` [T]. `num_groups`: of layers, the step's tables."""
     return RaggedBatch(
         token_ids=token_ids,
         positions=step["positions"],
@@ -85,6 +87,10 @@ def batch_of(
         decode_only=shape.decode_only,
         batch_invariant=batch_invariant,
         shared_prefixes=_shared_prefixes(step) if shape.num_prefixes else None,
+        more_tables=tuple(
+            PageTables(*(step[name] for name in table_names(group)))
+            for group in range(1, num_groups)
+        ),
     )
 
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinfer.models.cache_spec import LayerCache
+import numpy as np
+
+from jaxinfer.models.cache_spec import LayerCache, layer_caches
+from jaxinfer.models.sharded_dims import ShardedDims
+from jaxinfer.models.spec import DecoderSpec
 
 MAX_GROUPS = 8
 """Each group's block tables go to the device in every step."""
@@ -34,6 +38,9 @@ class CacheGroups:
         """All layers with arrays of their own."""
         return cls((window,), (tuple(range(num_layers)),))
 
+    def __len__(self) -> int:
+        return len(self.layers)
+
     @property
     def size(self) -> int:
         """Layers of a group, and so arrays."""
@@ -47,6 +54,12 @@ class CacheGroups:
             for place, layer in enumerate(layers)
         }
         return [places[layer] for layer in range(len(places))]
+
+
+def model_groups(spec: DecoderSpec, max_model_len: int) -> CacheGroups:
+    """The groups for requests of at most so many tokens. They don't depend on the mesh, nor on the cache's dtype."""
+    caches = layer_caches(spec, ShardedDims.create(spec), np.dtype(np.float32))
+    return choose_groups(caches, max_model_len)
 
 
 def choose_groups(caches: Sequence[LayerCache], max_model_len: int) -> CacheGroups:

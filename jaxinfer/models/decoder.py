@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         norms = [layer.attention_norm[...] for layer in self.layers] + [self.norm[...]]
         h_te = rms_norm(x_te, norms[0], self.spec).astype(x_te.dtype)
         pages = list(kv_cache)
-        batches = [batch.of_group(group) for group in range(len(self.groups.layers))]
+        batches = [batch.of_group(group) for group in range(len(self.groups))]
         places = self.groups.places()
         for i, (attention, (group, place)) in enumerate(zip(self.spec.layers, places, strict=True)):
             if streams is not None:

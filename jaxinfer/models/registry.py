@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.families import gemma3, llama, mistral, phi3, qwen2, qwen3
 from jaxinfer.models.family import Config, Family
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -35,6 +36,10 @@ class ModelDescription:
     @property
     def max_position_embeddings(self) -> int:
         return self.spec.max_position_embeddings
+
+    def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
+        """How far the groups of layers that take their pages together look back, in requests of at most so many tokens."""
+        return model_groups(self.spec, max_model_len).windows
 
     def checkpoint_plan(self, dims: ShardedDims) -> LoadPlan:
         """How each leaf is made from the checkpoint's tensors."""

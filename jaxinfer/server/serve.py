@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.config import EngineArgs
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.remote_core import RemoteEngine, start_remote_engine
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
@@ -143,12 +144,13 @@ def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
 def _ready_line(
     engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs, bound: socket.socket
 ) -> str:
-    model, cache = engine.frontend.config.model, engine.frontend.config.cache
-    num_tokens = (engine.num_blocks - 1) * cache.block_size
+    config = engine.frontend.config
+    model, cache = config.model, config.cache
+    room = CacheDemand.of(config).num_requests(engine.num_blocks - 1, config.max_blocks_per_seq)
     scheme = "https" if listen.ssl_certfile else "http"
     where = listen.uds or f"{scheme}://{listen.host}:{bound.getsockname()[1]}"
     return (
         f"{settings.served_model_name[0]} is ready at {where}: KV cache of {engine.num_blocks} blocks of "
-        f"{cache.block_size} tokens, room for {num_tokens / model.max_model_len:.1f} requests of "
+        f"{cache.block_size} tokens, room for {room:.1f} requests of "
         f"{model.max_model_len} tokens."
     )

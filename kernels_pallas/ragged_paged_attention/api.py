@@ -64,8 +64,9 @@ def ragged_paged_attention(
         kv_pages: keys and values, each [num_pages, K, S, H] with q's dtype, or with `kv_scales`
             float8_e4m3fn, int8, or uint8 for float8_e4m3fn as bits (on CPUs: there XLA converts
             float8_e4m3fn pages to float16 as a whole). They already hold the keys and values of the tokens in q.
-        block_tables: [R, P] int32, the pages of each request in order; entries past the request's
-            length are read by nobody but must be valid page numbers.
+        block_tables: [R, P] int32, the pages of each request in order. Entries past the request's length, and with a
+            sliding_window those of pages wholly before the window of its first token in q, must be valid page numbers;
+            what these pages hold doesn't matter.
         seq_lens: [R] int32, context length including the request's tokens in q; 0 for unused rows.
         query_start_loc: [R + 1] int32, request r owns tokens query_start_loc[r] up to
             query_start_loc[r + 1]; unused rows repeat the number of real tokens.

@@ -61,6 +61,7 @@ def ragged_paged_attention(
         if sliding_window is not None:
             seen &= position_j > position_i - sliding_window
         scores = jnp.where(seen, scores, -jnp.inf)
+        v_jkh = jnp.where(seen.any(axis=0)[:, None, None], v_jkh, 0)
         lse_kgi = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks_kgi)
         weights = jnp.exp(scores - lse_kgi[..., None])
         o_ikgh = jnp.einsum(

@@ -81,14 +81,17 @@ def decode_attention(
         index = jnp.where(in_use, item - offset[row], 0)
         num_valid = jnp.where(in_use, seq_lens[row] - index * chunk, 0)
         pages = page_ids.at[row * chunks_per_row + index].get(mode="promise_in_bounds")
+        first_seen = None
+        if sliding_window is not None:
+            first_seen = window_start[row] - index * chunk
         k_bksh = read_slots(k_pages, pages, num_valid, q_rnh.dtype)
-        v_bksh = read_slots(v_pages, pages, num_valid, q_rnh.dtype)
+        v_bksh = read_slots(v_pages, pages, num_valid, q_rnh.dtype, first_seen)
         q_bkgh = q_rkgh.at[row].get(mode="promise_in_bounds")
         score_bkgs = scores(q_bkgh, k_bksh, key_scale, soft_cap)
         slot = jnp.arange(chunk, dtype=jnp.int32)
         seen_bs = slot < num_valid[:, None]
-        if sliding_window is not None:
-            seen_bs &= slot >= (window_start[row] - index * chunk)[:, None]
+        if first_seen is not None:
+            seen_bs &= slot >= first_seen[:, None]
         score_bkgs = jnp.where(seen_bs[:, None, None, :], score_bkgs, MASKED)
 
         def weighted_sum(weight_bkgs):

@@ -32,9 +32,13 @@ def pad_block_tables(block_tables: jax.Array, multiple: int) -> jax.Array:
 
 
 def read_slots(
-    pages: jax.Array, page_ids: jax.Array, num_valid: jax.Array, dtype: jnp.dtype
+    pages: jax.Array,
+    page_ids: jax.Array,
+    num_valid: jax.Array,
+    dtype: jnp.dtype,
+    first_valid: jax.Array | None = None,
 ) -> jax.Array:
-    """Runs of pages, heads first, with everything past the valid slots replaced by zeros.
+    """Runs of pages, heads first, with everything but the valid slots replaced by zeros.
 
     Pages of an 8-bit type are gathered as they are; both types' values are exact in every `dtype` of queries.
 
@@ -43,6 +47,7 @@ def read_slots(
         page_ids: [B, C] int32, C pages of each of B runs.
         num_valid: [B] int32, the slots of a run that count; what the others hold, NaN included, is dropped.
         dtype: of the result.
+        first_valid: [B] int32, the first slot of a run that counts; None: 0.
 
     Returns:
         [B, K, C * S, H].
@@ -55,7 +60,10 @@ def read_slots(
     data = rows.at[row_bkc].get(mode="promise_in_bounds")
     slot_in_page = jnp.arange(page_size * head_size, dtype=jnp.int32) // head_size
     slot = jnp.arange(run_pages, dtype=jnp.int32)[:, None] * page_size + slot_in_page
-    data = jnp.where((slot < num_valid[:, None, None])[:, None], data, 0)
+    valid = slot < num_valid[:, None, None]
+    if first_valid is not None:
+        valid &= slot >= first_valid[:, None, None]
+    data = jnp.where(valid[:, None], data, 0)
     data = widen(data, dtype)
     return data.reshape(num_runs, num_kv_heads, run_pages * page_size, head_size)
 

@@ -138,7 +138,11 @@ def prefill_attention(
             num_valid = end_b - c * num_slots
             pages = pages.reshape(block, chunk_pages * ratio)
             k_bksh = read_slots(k_pages, pages, num_valid, q_tnh.dtype)
-            v_bksh = read_slots(v_pages, pages, num_valid, q_tnh.dtype)
+            # A weight of 0 times the NaN of a page that fell out of the tile's window would be NaN.
+            first_seen = None
+            if sliding_window is not None:
+                first_seen = position_b - sliding_window + 1 - c * num_slots
+            v_bksh = read_slots(v_pages, pages, num_valid, q_tnh.dtype, first_seen)
             score_bkms = scores(q_bkmh, k_bksh, key_scale, soft_cap)
             if not all_seen:
                 position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)

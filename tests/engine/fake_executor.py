@@ -1,6 +1,6 @@
-"""A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it, as keys and
-values depend on all of them, and every plan is checked against what the executor may rely on. And the oracle: the same
-tokens, one request at a time."""
+"""A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it and of the
+group of layers, as keys and values depend on all of them, and every plan is checked against what the executor may rely
+on. And the oracle: the same tokens, one request at a time."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def make_config(
     jump_ahead_max_rows: int = 64,
     cascade: CascadeConfig = CASCADE,
     speculative: SpeculativeConfig | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
@@ -85,6 +86,7 @@ def make_config(
             block_size,
             enable_prefix_caching=prefix_caching,
             prefix_caching_hash_algo=hash_algo,  # type: ignore[arg-type]
+            windows=windows,
         ),
         scheduler=SchedulerConfig(
             budget,
@@ -133,12 +135,13 @@ def make_request(
 
 @dataclass
 class DeviceRow:
-    """`prefixes[i]` is the hash of `tokens[: i + 1]`. The first `shared` blocks are not the row's to write."""
+    """`prefixes[i]` is the hash of `tokens[: i + 1]`. `blocks[c]` are the blocks of column c, one per group; those of the
+    first `shared` columns are not the row's to write."""
 
     generation: int
     tokens: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     computed: int | None = None
     shared: int = 0
     admitted: int = 0
@@ -267,13 +270,17 @@ class FakeExecutor:
             for token in rest:
                 forced_row.append(token)
             forced_row.admitted = len(forced_row.tokens)
-        for row, col, block in zip(
-            plan.block_rows.tolist(), plan.block_cols.tolist(), plan.block_ids.tolist(), strict=True
+        windows = self.config.cache.windows
+        assert plan.block_ids.ndim == (1 if len(windows) == 1 or not plan.block_ids.size else 2)
+        block_ids = plan.block_ids.reshape(len(windows), -1).T.tolist()
+        for row, col, blocks in zip(
+            plan.block_rows.tolist(), plan.block_cols.tolist(), block_ids, strict=True
         ):
-            assert 0 < block < self.num_blocks
+            for block, window in zip(blocks, windows, strict=True):
+                assert 0 < block < self.num_blocks or (not block and window)
             assert col == len(self._rows[row].blocks), "block tables grow at their end"
             assert row in plan.rows
-            self._rows[row].blocks.append(block)
+            self._rows[row].blocks.append(blocks)
         speculates = self.config.speculative is not None
         assert (plan.drafts is not None) == speculates
         for row_id, count, computed, samples, (last, drafts) in zip(
@@ -304,12 +311,13 @@ class FakeExecutor:
             )
             prefixes = row.extended(drafts)
             for position in range(computed, end):
-                block = row.blocks[position // block_size]
-                if position % block_size == 0:
-                    self._owner[block] = (row_id, row.generation)
-                    assert position // block_size >= row.shared
-                assert self._owner[block] == (row_id, row.generation), "a block has two writers"
-                self._kv[block, position % block_size] = prefixes[position]
+                assert position // block_size >= row.shared
+                for group, block in enumerate(row.blocks[position // block_size]):
+                    assert block > 0, "nothing is written outside of a window"
+                    if position % block_size == 0:
+                        self._owner[block] = (row_id, row.generation)
+                    assert self._owner[block] == (row_id, row.generation), "a block has two writers"
+                    self._kv[block, position % block_size] = prefixes[position] + group
             row.computed = known_end
         if plan.prefix_groups is not None:
             self._check_groups(plan)
@@ -325,7 +333,10 @@ class FakeExecutor:
         for size, count in zip(sizes, counts, strict=True):
             assert size >= cascade.min_rows and count * block_size >= cascade.min_tokens
             members = plan.rows[first : first + size].tolist()
-            assert len({tuple(self._rows[row].blocks[:count]) for row in members}) == 1
+            shared = {
+                tuple(blocks[0] for blocks in self._rows[row].blocks[:count]) for row in members
+            }
+            assert len(shared) == 1 and self.config.cache.windows[0] is None
             assert min(plan.num_computed[first : first + size]) >= count * block_size
             first += size
         assert first <= len(plan.rows)
@@ -343,12 +354,12 @@ class FakeExecutor:
             keys = zip(mask.positions.tolist(), num_before.tolist(), strict=True)
             masked = dict(zip(keys, mask.words, strict=True))
         tokens, invalid, counts = [], [], []
-        for i, (row_id, samples, (_, drafts)) in enumerate(
-            zip(plan.rows.tolist(), plan.samples, _drafts(plan), strict=True)
+        firsts = plan.num_computed.tolist()
+        for i, (row_id, samples, (_, drafts), first) in enumerate(
+            zip(plan.rows.tolist(), plan.samples, _drafts(plan), firsts, strict=True)
         ):
             row = self._rows[row_id]
-            held = self._kv[row.blocks].reshape(-1)[: row.computed].tolist()
-            assert held == row.prefixes[: row.computed], "the KV cache holds another's tokens"
+            self._check_reads(row, first)
             invalid.append(False)
             counts.append(1)
             if not samples:
@@ -369,6 +380,16 @@ class FakeExecutor:
         overlap = self.config.scheduler.async_scheduling and self.config.speculative is None
         assert len(self.unread) <= (2 if overlap else 1)
         return handle
+
+    def _check_reads(self, row: DeviceRow, first: int) -> None:
+        """The row has computed its tokens from position `first` on."""
+        assert row.computed is not None
+        for group, window in enumerate(self.config.cache.windows):
+            seen = np.arange(0 if window is None else max(first - window + 1, 0), row.computed)
+            column, offset = np.divmod(seen, self.config.cache.block_size)
+            held = self._kv[np.array(row.blocks)[column, group], offset] - group
+            expected = row.prefixes[seen[0] : row.computed] if seen.size else []
+            assert held.tolist() == expected, "the KV cache holds another's tokens"
 
     def _verify(
         self, context: Sequence[int], drafts: Sequence[int], words: dict[int, np.ndarray | None]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.engine.kv_cache_manager import KVCacheManager
+from jaxinfer.engine.kv_cache_manager import CachedPrefix, KVCacheManager
 
 
 def grow(kv: KVCacheManager, rows: list[int], num_tokens: list[int]) -> list[tuple[int, int, int]]:
@@ -33,14 +33,14 @@ def test_the_end_of_a_sequence_is_handed_out_before_its_start() -> None:
 def test_a_row_starts_with_shared_blocks_and_goes_on_with_its_own() -> None:
     kv = KVCacheManager(num_blocks=9, block_size=4, num_rows=3, max_blocks_per_row=4)
     grow(kv, [0], [12])
-    entries = kv.start(1, [1, 2], 13)
+    entries = kv.start(1, CachedPrefix(2, [[1, 2]]), 13)
     assert [array.tolist() for array in entries] == [[1] * 4, [0, 1, 2, 3], [1, 2, 4, 5]]
     assert [kv.pool.ref_count(block) for block in range(1, 6)] == [2, 2, 1, 1, 1]
     assert kv.free(0) == 1, "the others are still in use"
     assert kv.free(1) == 4
     # Freed ones are taken back, wherever they stand in the queue.
     assert kv.pool.free_queue() == [6, 7, 8, 3, 5, 4, 2, 1]
-    entries = kv.start(2, [2, 4], 8)
+    entries = kv.start(2, CachedPrefix(2, [[2, 4]]), 8)
     assert entries.blocks.tolist() == [2, 4] and kv.pool.free_queue() == [6, 7, 8, 3, 5, 1]
 
 

@@ -76,7 +76,8 @@ def test_what_the_host_has_not_seen_is_not_registered() -> None:
         assert scheduler.schedule() is not None
     scheduler.finish([scheduler.requests["a"]])
     assert not any(
-        scheduler.prefix_cache.find(probe(core, [*PROMPT[:3], token, 1])) for token in range(50)
+        scheduler.prefix_cache.find(probe(core, [*PROMPT[:3], token, 1])).num_blocks
+        for token in range(50)
     )
 
 
@@ -178,7 +179,8 @@ def test_the_longest_unused_prefix_is_evicted_first_and_from_its_end() -> None:
     run(core, [make_request("new", new, max_tokens=1)])
     # 8 of 9 blocks are cached. Three are needed: the unused one, then the end of the old prompt.
     run(core, [make_request("third", [49] * 9, max_tokens=1)])
-    found = [len(core.scheduler.prefix_cache.find(probe(core, tokens))) for tokens in (old, new)]
+    cache = core.scheduler.prefix_cache
+    found = [cache.find(probe(core, tokens)).num_blocks for tokens in (old, new)]
     assert found == [2, 3]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxinfer.config import CascadeConfig
-from jaxinfer.engine.kv_cache_manager import KVCacheManager
+from jaxinfer.engine.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 from jaxinfer.engine.prefix_groups import PrefixGrouping, PrefixOrder, best_groups
 from jaxinfer.engine.request import Request
@@ -182,7 +182,7 @@ def grouping(num_rows: int, **config: int) -> tuple[PrefixGrouping, RowTable, Ba
         request = Request(make_request(str(i), 40), FAKE_MODEL, i)
         row = table.admit(request, 39)
         found = kv.block_table[requests[0].row, :8].tolist() if requests else []
-        kv.start(row, found, 40)
+        kv.start(row, CachedPrefix(len(found), [found]), 40)
         groups.admit(row, len(found))
         requests.append(request)
     return groups, table, Batch.of(requests, table)

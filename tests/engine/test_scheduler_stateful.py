@@ -9,12 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.messages import EngineCoreRequest, FinishReason
 from tests.engine.fake_executor import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     Collected,
     alone,
+    make_config,
     make_core,
     make_request,
     speculative,
@@ -22,13 +24,15 @@ from tests.engine.fake_executor import (
 
 COMMON = [[(7 * i) % 50 for i in range(MAX_MODEL_LEN)], [5] * MAX_MODEL_LEN]
 """Prompts begin like one of these."""
-MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
+WINDOWS = [(None,), (None,), (None, 5), (None, 9, 9, 1), (6,), (3, 10)]
+"""Of groups of layers."""
 
 
 class Traffic(RuleBasedStateMachine):
     @initialize(
         overlap=st.booleans(),
-        num_blocks=st.integers(MIN_BLOCKS, MIN_BLOCKS + 6),
+        windows=st.sampled_from(WINDOWS),
+        spare_columns=st.integers(0, 6),
         budget=st.integers(4, 20),
         threshold=st.sampled_from([0, 0, 1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -39,7 +43,8 @@ class Traffic(RuleBasedStateMachine):
     def start(
         self,
         overlap: bool,
-        num_blocks: int,
+        windows: tuple[int | None, ...],
+        spare_columns: int,
         budget: int,
         threshold: int,
         policy: str,
@@ -47,8 +52,10 @@ class Traffic(RuleBasedStateMachine):
         max_overtakes: int,
         wrong_guesses: int | None,
     ) -> None:
+        demand = CacheDemand.of(make_config(windows=windows, budget=budget))
         self.core, self.executor = make_core(
-            num_blocks,
+            1 + demand.blocks(1, MAX_MODEL_LEN // BLOCK_SIZE) + spare_columns * len(windows),
+            windows=windows,
             overlap=overlap,
             budget=budget,
             threshold=threshold,
@@ -142,16 +149,20 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def every_block_is_free_or_held_by_requests_of_one_salt(self) -> None:
         scheduler = self.core.scheduler
-        pool = scheduler.kv.pool
+        pool, windows = scheduler.kv.pool, scheduler.kv.windows
         holders: dict[int, list[str | None]] = {}
         for request in scheduler.running:
-            blocks = scheduler.kv.block_table[request.row, : scheduler.kv.num_blocks[request.row]]
-            for block in blocks.tolist():
+            tables = scheduler.kv.block_tables[
+                :, request.row, : scheduler.kv.num_blocks[request.row]
+            ]
+            for block in tables[tables > 0].tolist():
                 holders.setdefault(block, []).append(request.cache_salt)
+            assert all((table > 0).all() for table, w in zip(tables, windows, strict=True) if not w)
         assert sorted([*holders, *pool.free_queue()]) == list(range(1, pool.num_blocks))
         for block, salts in holders.items():
             assert pool.ref_count(block) == len(salts) and len(set(salts)) == 1
-        assert scheduler.kv.num_blocks.sum() == sum(map(len, holders.values()))
+        if not scheduler.kv.has_windows:
+            assert scheduler.kv.num_blocks.sum() == sum(map(len, holders.values()))
         assert len({r.row for r in scheduler.running}) == len(scheduler.running)
         assert scheduler.table.num_free + len(scheduler.running) == 4
 

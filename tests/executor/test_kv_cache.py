@@ -14,6 +14,9 @@ class Limits:
     max_position_embeddings: int = 1024
     checkpoint_dtype: str = "bfloat16"
 
+    def cache_windows(self, max_model_len):
+        return (None,)
+
 
 def config(device="gpu", **kwargs):
     return EngineArgs(model="m", block_size=16, max_num_seqs=1000, **kwargs).create_engine_config(

@@ -113,16 +113,35 @@ def test_reference_backend_matches_the_oracle(geometry):
     check_result((out, None), batch, geometry, "float32")
 
 
-def test_pages_outside_the_window_are_not_read():
-    geometry = Geometry(16, 1, 2, 16, sliding_window=16)
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_invariant": True}, {"implementation": "reference"}]
+)
+@pytest.mark.parametrize("rows", [[(256, 1), (131, 1), (20, 1)], [(256, 1), (250, 70), (40, 23)]])
+def test_what_pages_before_the_window_hold_does_not_matter(rows, options, page_size):
+    """The engine gives such pages to others, who may write anything into them."""
+    geometry = Geometry(page_size, 1, 2, 16, sliding_window=17)
+    tokens = sum(query_len for _, query_len in rows)
     batch = make_batch(
-        geometry, [(256, 1), (256, 40)], tokens=41, pages_per_row=16, num_pages=40, seed=3
+        geometry,
+        rows,
+        tokens=tokens,
+        pages_per_row=256 // page_size,
+        num_pages=600 // page_size,
+        seed=3,
+        num_rows=len(rows),
     )
-    expected = compiled(geometry, False)(*batch.arrays("float32")[0])
-    # Values are only dropped past a request's length, so NaN in a page that is read would show.
-    for row in (0, 1):
-        batch.v_pages[batch.block_tables[row, :8]] = np.nan
-    out = compiled(geometry, False)(*batch.arrays("float32")[0])
+    attend = functools.partial(ragged_paged_attention, **geometry.options, **options)
+    if "implementation" not in options:
+        attend = jax.jit(functools.partial(attend, decode_only=tokens == len(rows)))
+    expected = attend(*batch.arrays("float32")[0])
+    check_result((expected, None), batch, geometry, "float32")
+    for row, (seq_len, query_len) in enumerate(rows):
+        first = max(seq_len - query_len + 1 - geometry.sliding_window, 0) // page_size
+        assert first or seq_len < 50
+        for pages in (batch.k_pages, batch.v_pages):
+            pages[batch.block_tables[row, :first]] = np.nan
+    out = attend(*batch.arrays("float32")[0])
     np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
 
 
