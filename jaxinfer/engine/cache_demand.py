@@ -7,6 +7,7 @@ the tokens of the step reach into. Requests share the tokens of a step, so what 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from jaxinfer.config import EngineConfig
@@ -41,13 +42,12 @@ class CacheDemand:
 
     def num_requests(self, num_blocks: int, num_columns: int) -> float:
         """How many requests of so many columns `num_blocks` are enough for."""
-        more = self.blocks(1, num_columns) - self._kept(num_columns)
-        return max(num_blocks - more, 0) / self._kept(num_columns)
+        most = range(1, num_blocks + 1)
+        number = bisect_right(most, num_blocks, key=lambda n: self.blocks(n, num_columns))
+        held, held_by_more = (self.blocks(n, num_columns) for n in (number, number + 1))
+        return number + (num_blocks - held) / (held_by_more - held)
 
     def most_columns(self, num_blocks: int, limit: int) -> int:
         """Of one request that `num_blocks` are enough for, at most `limit`; 0: of none."""
         fitting = (n for n in range(limit, 0, -1) if self.blocks(1, n) <= num_blocks)
         return next(fitting, 0)
-
-    def _kept(self, num_columns: int) -> int:
-        return sum(num_columns if n is None else min(n, num_columns) for n in self.limits)

@@ -150,11 +150,13 @@ class InputBatch:
         to["seq_lens"][:num_rows] = seq_lens
         to["rows"][:num_rows] = plan.rows
         to["rows"][num_rows:] = self.num_rows
+        # Of several tables, only the part in use: drafters, who look further, go with one.
+        width = shape.num_pages if len(self.group_tables) == 1 else num_pages
         columns, offsets = positions // self.block_size, positions % self.block_size
         for group, table in enumerate(self.group_tables):
             slots, tables = table_names(group)
             to[slots][:num_tokens] = table[token_rows, columns] * self.block_size + offsets
-            to[tables][:num_rows] = table[:, : shape.num_pages][plan.rows]
+            to[tables][:num_rows, :width] = table[:, :width][plan.rows]
             if self.num_blocks is not None:
                 check_batch(
                     to[tables],

@@ -1,6 +1,9 @@
 """The packed inputs of a step against a token-by-token construction."""
 
+from itertools import product
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +15,12 @@ from jaxinfer.engine.plan import (
     StepPlan,
 )
 from jaxinfer.executor.buckets import BucketLadder
-from jaxinfer.executor.input_batch import FROM_DEVICE, InputBatch, PackedLayout
+from jaxinfer.executor.input_batch import FROM_DEVICE, InputBatch, PackedLayout, table_names
 from jaxinfer.sampling_params import SamplingParams
 
 NUM_ROWS, MAX_PAGES, PAGE = 8, 16, 4
+OFFSETS = np.array([[0], [1000], [500]], np.int32)
+"""Between the blocks of a group and those of the first."""
 
 
 @st.composite
@@ -37,11 +42,12 @@ def steps(draw):
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps())
-def test_pack_matches_one_token_at_a_time(step):
+@pytest.mark.parametrize("num_groups", [1, 3])
+@given(step=steps())
+def test_pack_matches_one_token_at_a_time(num_groups, step):
     requests, pages = step
     ladder = BucketLadder.create(512, NUM_ROWS, MAX_PAGES)
-    batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, ladder)
+    batch = InputBatch(NUM_ROWS, MAX_PAGES, PAGE, ladder, num_groups=num_groups)
     admitted, blocks, tables, tokens = [], [], {}, {}
     free = iter(pages)
     for row, known, computed, scheduled in requests:
@@ -58,24 +64,28 @@ def test_pack_matches_one_token_at_a_time(step):
         samples=np.array([r[2] + r[3] >= r[1] for r in requests]),
         block_rows=columns[0],
         block_cols=columns[1],
-        block_ids=columns[2],
+        block_ids=columns[2] if num_groups == 1 else columns[2] + OFFSETS[:num_groups],
     )
     batch.apply(plan)
     shape, packed = batch.pack(plan)
-    got = PackedLayout(shape).views(packed)
+    got = PackedLayout(shape, num_groups).views(packed)
 
     t = 0
     for r, (row, known, computed, scheduled) in enumerate(requests):
         assert got["query_start_loc"][r] == t
         assert got["rows"][r] == row
         assert got["seq_lens"][r] == computed + scheduled
-        np.testing.assert_array_equal(got["block_tables"][r][: len(tables[row])], tables[row])
-        assert not got["block_tables"][r][len(tables[row]) :].any()
+        for group in range(num_groups):
+            table, used = got[table_names(group)[1]][r], np.array(tables[row])
+            np.testing.assert_array_equal(table[: len(used)], used + OFFSETS[group])
+            assert not table[len(used) :].any()
         for position in range(computed, computed + scheduled):
             expected = tokens[row][position] if position < known else FROM_DEVICE
             assert got["token_ids"][t] == expected
             assert got["positions"][t] == position
-            assert got["slot_mapping"][t] == tables[row][position // PAGE] * PAGE + position % PAGE
+            for group in range(num_groups):
+                page = tables[row][position // PAGE] + int(OFFSETS[group, 0])
+                assert got[table_names(group)[0]][t] == page * PAGE + position % PAGE
             t += 1
     num_rows = len(requests)
     assert (got["query_start_loc"][num_rows:] == t).all()
@@ -190,8 +200,9 @@ def test_pack_writes_what_each_group_shares():
 
 
 def test_pieces_start_where_a_kernel_can_take_them():
-    for shape in BucketLadder.create(1000, 48, 2000).all_shapes():
-        layout = PackedLayout(shape)
+    shapes = BucketLadder.create(1000, 48, 2000).all_shapes()
+    for shape, num_groups in product(shapes, (1, 3)):
+        layout = PackedLayout(shape, num_groups)
         packed = np.zeros(layout.size, np.int32)
         begin = packed.__array_interface__["data"][0]
         end = 0

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.models.batch import RaggedBatch
+from jaxinfer.models.batch import PageTables, RaggedBatch
+from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 from jaxinfer.parallel.mesh import make_mesh
@@ -38,7 +39,10 @@ def lower(model: FunctionalDecoder, num_tokens: int, decode_only: bool) -> jax.s
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     T, R = num_tokens, num_tokens if decode_only else 4
-    batch = RaggedBatch(i32(T), i32(T), i32(T), i32(R + 1), i32(R), i32(R, 4), decode_only)
+    batch = RaggedBatch(
+        *(i32(T), i32(T), i32(T), i32(R + 1), i32(R), i32(R, 4), decode_only),
+        more_tables=(PageTables(i32(T), i32(R, 4)),) * (len(model.groups) - 1),
+    )
     leaves = list(model.leaves.values())
     step = jax.jit(model.forward, donate_argnums=2)
     return step.lower(leaves, batch, model.kv_cache_shapes(num_pages=512, page_size=16))
@@ -57,6 +61,22 @@ def test_cache_is_updated_in_place(
     assert use.alias_size_in_bytes == cache_bytes // tensor_parallel_size
     # A layer's pages, or a copy of them in float32, would take this much.
     assert use.temp_size_in_bytes < cache_bytes / (2 * NUM_LAYERS) / tensor_parallel_size
+
+
+@pytest.mark.parametrize(("tensor_parallel_size", "decode_only"), [(1, True), (2, False)])
+def test_a_cache_that_groups_of_layers_share_is_updated_in_place(
+    tensor_parallel_size: int, decode_only: bool
+) -> None:
+    spec = replace(SPEC, layers=(SLIDING, SLIDING, FULL) * 2)
+    mesh = make_mesh(tensor_parallel_size)
+    model = FunctionalDecoder.create(spec, mesh, "bfloat16", groups=model_groups(spec, 128))
+    assert model.groups.windows == (None, 8, 8)
+    compiled = lower(model, 16, decode_only).compile()
+    # Two arrays of pages, where each of six layers would have its own.
+    cache_bytes = 2 * 2 * 512 * 4 * 16 * 16 * 2
+    use = compiled.memory_analysis()
+    assert use.alias_size_in_bytes == cache_bytes // tensor_parallel_size
+    assert use.temp_size_in_bytes < cache_bytes / 4 / tensor_parallel_size
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:

@@ -1,0 +1,92 @@
+"""A model of layers with and without a window: the tokens are transformers', however blocks are given back and found again.
+
+float32, a tiny random Gemma 3 whose window is shorter than the prompts. What is freed and found when is tested in
+`tests/engine`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.sampling_params import SamplingParams
+from tests.core_harness import executor_of, run, tiny_core
+from tests.tiny_checkpoints import tiny_model
+
+BLOCK, MAX_LEN, WINDOW = 4, 48, 5
+SIZES = dict(
+    max_model_len=MAX_LEN,
+    block_size=BLOCK,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    num_gpu_blocks_override=32,
+)
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Of up to eight windows, that begin like one of three texts, each of them twice in a row."""
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(3, 97, size=MAX_LEN).tolist() for _ in range(3)]
+    cut = [
+        texts[i % 3][: int(rng.integers(6, 34))] + rng.integers(3, 97, size=i % 6).tolist()
+        for i in range(9)
+    ]
+    # A piece over and over is what n-grams can guess.
+    cut += [(texts[i][: 5 + i] * 9)[: 30 + i] for i in range(3)]
+    return [prompt for prompt in cut for _ in range(2)]
+
+
+@cache
+def expected() -> list[list[int]]:
+    model, tokens = tiny_model("gemma3"), []
+    for prompt in prompts():
+        ids = list(prompt)
+        for _ in range(NUM_TOKENS):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            second, best = logits.sort().values[-2:]
+            assert best - second > 1e-4, "a near tie: this prompt is no test"
+            ids.append(int(logits.argmax()))
+        tokens.append(ids[len(prompt) :])
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        dict(),
+        dict(enable_prefix_caching=False, async_scheduling=False, long_prefill_token_threshold=7),
+        dict(
+            speculative_config=dict(
+                method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=2
+            )
+        ),
+        dict(deterministic=True),
+        dict(tensor_parallel_size=2),
+        dict(disable_hybrid_kv_cache_manager=True),
+    ],
+    ids=["overlap", "no-cache-chunks", "ngram", "deterministic", "two-devices", "disabled"],
+)
+def test_tokens_are_those_of_transformers(args) -> None:
+    stats: list[SchedulerStats] = []
+    with tiny_core("gemma3", **SIZES, **args) as core:
+        disabled = "disable_hybrid_kv_cache_manager" in args
+        assert core.config.cache.windows == ((None,) if disabled else (None, WINDOW, WINDOW))
+        assert len(executor_of(core).runner.kv_cache) == (3 if disabled else 1)
+        for _ in range(2):
+            outputs = run(core, prompts(), GREEDY, stats=stats)
+            assert [out.token_ids for out in outputs] == expected()
+        assert core.scheduler.kv.pool.usage == 0.0
+    hits = sum(s.prefix_cache_hits for s in stats)
+    assert hits > 0 if args.get("enable_prefix_caching", True) else hits == 0
+    if not disabled:
+        assert sum(s.num_preemptions for s in stats) > 0
+    drafts = [s.spec_decode for s in stats if s.spec_decode is not None]
+    assert ("speculative_config" in args) == (sum(d.num_accepted_tokens for d in drafts) > 0)
