@@ -7,12 +7,21 @@ float32, a tiny random Gemma 3 whose window is shorter than the prompts. What is
 from __future__ import annotations
 
 from functools import cache
+from math import prod
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
 
+from jaxinfer.config import EngineArgs
+from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.models.cache_groups import CacheGroups, model_groups
+from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.registry import describe_model
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
 from tests.core_harness import executor_of, run, tiny_core
 from tests.tiny_checkpoints import tiny_model
@@ -90,3 +99,37 @@ def test_tokens_are_those_of_transformers(args) -> None:
         assert sum(s.num_preemptions for s in stats) > 0
     drafts = [s.spec_decode for s in stats if s.spec_decode is not None]
     assert ("speculative_config" in args) == (sum(d.num_accepted_tokens for d in drafts) > 0)
+
+
+GEMMA_3_270M = dict(
+    architectures=["Gemma3ForCausalLM"],
+    vocab_size=262_144,
+    hidden_size=640,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    max_position_embeddings=32_768,
+    sliding_window=512,
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize("length", [1024, 2048, 4096, 8192, 32768])
+def test_the_page_says_how_many_requests_fit(length: int) -> None:
+    model, cells = describe_model(GEMMA_3_270M, length), []
+    for device, memory in (("gpu", 8 << 30), ("cpu", 1 << 30)):
+        rooms = []
+        for disabled in (True, False):
+            args = EngineArgs("m", max_model_len=length, disable_hybrid_kv_cache_manager=disabled)
+            config = args.create_engine_config(model, device)
+            groups = CacheGroups.single(18) if disabled else model_groups(model.spec, length)
+            decoder = FunctionalDecoder.create(model.spec, make_mesh(), "bfloat16", groups=groups)
+            arrays = jax.tree.leaves(decoder.kv_cache_shapes(1, config.cache.block_size))
+            assert len(groups) == len(config.cache.windows) and len(arrays) == 2 * groups.size
+            num_blocks = memory // sum(2 * prod(array.shape) for array in arrays)
+            demand = CacheDemand.of(config)
+            rooms.append(demand.num_requests(num_blocks - 1, config.max_blocks_per_seq))
+        cells += [f"{rooms[0]:.1f}", f"{rooms[1]:.1f}", f"{rooms[1] / rooms[0]:.1f} ×"]
+    page = (Path(__file__).parents[1] / "docs" / "hybrid_kv_cache.md").read_text()
+    assert f"| {length:,} | {' | '.join(cells)} |" in page
