@@ -36,7 +36,7 @@ def convert(
     decoder = FunctionalDecoder.create(
         description.spec, make_mesh(1), reader.dtype if dtype == "auto" else dtype
     )
-    plan = description.checkpoint_plan(decoder.dims)
+    plan = description.checkpoint_plan(decoder.dims, reader.names())
     save_leaves(out, reader, plan, decoder.leaves, ignored=description.ignored_tensors)
     tokenizer.save(out)
     return out

@@ -86,9 +86,11 @@ class Parts:
         """Seconds: the matrix products of `tokens` tokens, attention within prompts of `prompt` tokens included."""
         spec = self._decoder.spec
         item = self._decoder.dtype.itemsize
-        dims = self._decoder.dims
-        heads = dims.num_kv_heads * dims.queries_per_kv
-        attention = 4 * heads * spec.head_dim * len(spec.layers) * (prompt + 1) / 2
+        query_dims = 0
+        for layer in spec.layers:
+            heads = self._decoder.dims.heads(layer.attention)
+            query_dims += heads.num_kv_heads * heads.queries_per_kv * layer.attention.head_dim
+        attention = 4 * query_dims * (prompt + 1) / 2
         return tokens * (2 * self._read_bytes / item + attention) / run.matmul
 
     def device_step_seconds(self, count: int) -> float:

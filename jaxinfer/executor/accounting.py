@@ -24,17 +24,21 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
     spec = decoder.spec
     num_devices = tensor_parallel_size(decoder.mesh)
     dtype_bytes = decoder.dtype.itemsize
-    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = spec.embed_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * spec.embed_dim * spec.mlp_dim
-    num_layers = len(spec.layers)
+    attentions = [layer.attention for layer in spec.layers]
+    weights = sum(
+        part.num_weights(spec.embed_dim)
+        for layer in spec.layers
+        for part in (layer.attention, layer.mlp)
+    )
+    # Of an average layer, where they differ.
+    query_dims = sum(a.num_heads * a.head_dim for a in attentions) / len(attentions)
     windows = Counter(cache.window for cache in decoder.caches)
     target = _target(decoder.mesh.devices.flat[0])
     has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
     return StepCosts(
-        token_flops=2 * num_layers * (attention + mlp) / num_devices,
+        token_flops=2 * weights / num_devices,
         logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
-        pair_flops=4 * heads / num_devices,
+        pair_flops=4 * query_dims / num_devices,
         weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
         kv_bytes=float(sum(map(_shard_bytes, decoder.kv_cache_shapes(1, 1)[0]))),
         windows=tuple(windows.items()),

@@ -208,16 +208,19 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
         chunks = [1] * (shape.num_rows - 1) + [shape.num_tokens - shape.num_rows + 1]
     # A chunk's tokens see each other only as far as they have come.
     seen = sum(chunk * work.context - chunk * (chunk - 1) // 2 for chunk in chunks)
-    kv_token = 2 * dims.num_kv_heads * spec.head_dim * decoder.kv_dtype.itemsize // devices
-    num_layers = len(spec.layers)
-    heads = dims.num_kv_heads * dims.queries_per_kv // devices
+    kv_token = sum(map(_device_bytes, jax.tree.leaves(decoder.kv_cache_shapes(1, 1))))
+    attentions = [(layer.attention, dims.heads(layer.attention)) for layer in spec.layers]
+    query_dims = sum(
+        heads.num_kv_heads * heads.queries_per_kv // devices * attention.head_dim
+        for attention, heads in attentions
+    )
     matmuls = [leaf for leaf in weights.values() if leaf.ndim > 1]
     return Floor(
         num_bytes=sum(map(_device_bytes, weights.values()))
         + shape.num_tokens * spec.embed_dim * item
-        + num_layers * kv_token * (contexts + shape.num_tokens),
+        + kv_token * (contexts + shape.num_tokens),
         flops=sum(2 * shape.num_tokens * _device_bytes(leaf) // item for leaf in matmuls)
-        + num_layers * 4 * heads * spec.head_dim * seen,
+        + 4 * query_dims * seen,
     )
 
 

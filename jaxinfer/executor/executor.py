@@ -203,8 +203,9 @@ def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
 
 def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
     """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window
-    always attend row by row."""
-    if not config.cascade.enabled or all(layer.sliding_window for layer in spec.layers):
+    or ALiBi always attend row by row."""
+    attentions = [layer.attention for layer in spec.layers]
+    if not config.cascade.enabled or all(a.sliding_window or a.alibi_slopes for a in attentions):
         return None
     return config.cascade.min_rows
 

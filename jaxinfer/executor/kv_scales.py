@@ -54,8 +54,9 @@ def make_scales(
         logger.info("KV cache scales: measured over %d tokens", CALIBRATION_TOKENS)
     else:
         found = _from_checkpoint(decoder, reader)
-        ones = np.ones(decoder.dims.num_kv_heads, np.float32)
-        values = {path: found.get(path, ones) for path in paths}
+        values = {
+            path: found.get(path, np.ones(decoder.leaves[path].shape, np.float32)) for path in paths
+        }
         logger.info("KV cache scales: %d of %d from the checkpoint", len(found), len(paths))
     return {path: jax.device_put(values[path], decoder.leaves[path].sharding) for path in paths}
 
@@ -63,20 +64,21 @@ def make_scales(
 def _from_checkpoint(
     decoder: FunctionalDecoder, reader: CheckpointReader
 ) -> dict[LeafPath, np.ndarray]:
-    num_heads, dims = decoder.spec.num_kv_heads, decoder.dims
     scales = {}
     for name in reader.names():
         if (match := re.fullmatch(SCALE_TENSORS, name)) is None:
             continue
+        attention = decoder.spec.layers[int(match[1])].attention
+        num_heads, heads = attention.num_kv_heads, decoder.dims.heads(attention)
         scale = reader.read(name, np.dtype(np.float32)).reshape(-1)
         if scale.size not in (1, num_heads) or not (np.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(
                 f"Tensor {name} in {reader.file_of(name)} must hold one positive number, or one for each of "
                 f"{num_heads} kv heads; it has shape {reader.shape(name)}, from {scale.min()} to {scale.max()}."
             )
-        per_head = np.ones(dims.num_kv_heads, np.float32)
-        per_head[: num_heads * dims.kv_replicas] = np.repeat(
-            np.broadcast_to(scale, num_heads), dims.kv_replicas
+        per_head = np.ones(heads.num_kv_heads, np.float32)
+        per_head[: num_heads * heads.kv_replicas] = np.repeat(
+            np.broadcast_to(scale, num_heads), heads.kv_replicas
         )
         scales["layers", match[1], "attention", f"{match[2]}_scale"] = per_head
     return scales

@@ -30,7 +30,7 @@ def load_decoder(
     else:
         leaves = load_leaves(
             reader,
-            model.checkpoint_plan(decoder.dims),
+            model.checkpoint_plan(decoder.dims, reader.names()),
             weights,
             ignored=(*model.ignored_tensors, SCALE_TENSORS),
         )

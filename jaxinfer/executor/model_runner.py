@@ -26,7 +26,7 @@ from jaxinfer.executor.speculative.verification import (
     StepPositions,
 )
 from jaxinfer.executor.step_functions import ForwardOutput
-from jaxinfer.models.decoder import KVCache
+from jaxinfer.models.decoder import Head, KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class ModelRunner:
         self.programs.sampler_state.compile_updates()
 
     @property
-    def _head(self) -> jax.Array:
+    def _head(self) -> Head:
         return self.programs.decoder.head(self.leaves)
 
     def _score_prompts(

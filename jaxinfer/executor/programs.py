@@ -33,6 +33,7 @@ from jaxinfer.executor.sampling_rows import NUM_COLUMNS
 from jaxinfer.executor.speculative.step_functions import take_positions, verify_step
 from jaxinfer.executor.speculative.verification import DraftedPositions
 from jaxinfer.executor.step_functions import forward_step, sample_step, score_prompt
+from jaxinfer.models.decoder import Head
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.parallel.mesh import replicated
 
@@ -152,7 +153,7 @@ class Programs:
         )
 
     @property
-    def _head(self) -> jax.ShapeDtypeStruct:
+    def _head(self) -> Head:
         return self.decoder.head(list(self.decoder.leaves.values()))
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype | type) -> jax.ShapeDtypeStruct:

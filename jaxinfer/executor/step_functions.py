@@ -19,7 +19,7 @@ from jaxinfer.executor.sampler import INVALID_TOKEN, sample
 from jaxinfer.executor.sampler_features import SamplerFeatures
 from jaxinfer.executor.sampling_rows import ACTIVE, ROW
 from jaxinfer.models.batch import PageTables, RaggedBatch
-from jaxinfer.models.decoder import KVCache
+from jaxinfer.models.decoder import Head, KVCache
 from jaxinfer.models.functional import FunctionalDecoder
 from kernels_pallas import SharedPrefixes
 
@@ -107,7 +107,7 @@ def sample_step(
     features: SamplerFeatures,
     logprobs_mode: LogprobsMode,
     processors: LogitsProcessors | None,
-    head: jax.Array,
+    head: Head,
     hidden: jax.Array,
     last_tokens: jax.Array,
     state: SamplerArrays | None,
@@ -165,7 +165,7 @@ def sample_logits(
 def score_prompt(
     decoder: FunctionalDecoder,
     num_logprobs: int,
-    head: jax.Array,
+    head: Head,
     hidden: jax.Array,
     target_ids: jax.Array,
 ) -> TokenLogprobs:

@@ -1,0 +1,3 @@
+from jaxinfer.models.registry import register
+
+__all__ = ["register"]

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from jaxinfer.models.sharded_dims import ShardedDims
-from jaxinfer.models.spec import DecoderSpec
+from jaxinfer.models.spec import AttentionSpec, DecoderSpec
 
 PAGE_SIZE = -1
 """Stands in a shape for the tokens of a page."""
@@ -54,5 +54,10 @@ def layer_caches(
     spec: DecoderSpec, dims: ShardedDims, kv_dtype: np.dtype
 ) -> tuple[LayerCache, ...]:
     """Of each layer: keys and values, heads-major."""
-    pages = CacheArray((dims.num_kv_heads, PAGE_SIZE, spec.head_dim), KV_PAGE_AXES, kv_dtype)
-    return tuple(LayerCache((pages, pages), layer.sliding_window) for layer in spec.layers)
+
+    def keys_and_values(attention: AttentionSpec) -> LayerCache:
+        num_heads = dims.heads(attention).num_kv_heads
+        pages = CacheArray((num_heads, PAGE_SIZE, attention.head_dim), KV_PAGE_AXES, kv_dtype)
+        return LayerCache((pages, pages), attention.sliding_window)
+
+    return tuple(keys_and_values(layer.attention) for layer in spec.layers)

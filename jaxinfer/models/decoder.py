@@ -6,68 +6,91 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.models.attention import Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
-from jaxinfer.models.layers import GatedMlp, add_rms_norm, constrain, leaf, linear, rms_norm
-from jaxinfer.models.rope import Rotation, rotation
+from jaxinfer.models.layers import constrain, leaf, linear
+from jaxinfer.models.mlp import make_mlp
+from jaxinfer.models.norms import Norm, add_norm, add_norm_leaves, norm_of, sum_of_parts
+from jaxinfer.models.rope import Rotation, no_rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
-from jaxinfer.models.spec import DecoderSpec
+from jaxinfer.models.spec import (
+    LAYER_NORMS,
+    DecoderSpec,
+    LayerSpec,
+    LearnedPositions,
+    NormSpec,
+    RopeSpec,
+)
 
 KVCache = tuple[KVPages, ...]
 """One pair of pages per layer; with several groups of layers, one per place in a group."""
+
+Head = jax.Array | tuple[jax.Array, jax.Array]
+"""[V, E], with a bias [V] where the model has one."""
 
 
 class DecoderLayer(nnx.Module):
     def __init__(
         self,
-        spec: DecoderSpec,
-        dims: ShardedDims,
+        spec: LayerSpec,
+        norm: NormSpec,
+        embed_dim: int,
         mesh: Mesh,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
-        *,
-        sliding_window: int | None,
     ):
-        def norm() -> nnx.Param:
-            return leaf((spec.embed_dim,), ("embed",), dtype)
+        self.spec, self.norm, self.mesh = spec, norm, mesh
+        for name in LAYER_NORMS[spec.norms]:
+            add_norm_leaves(self, name, norm, (embed_dim,), ("embed",), dtype)
+        self.attention = Attention(spec.attention, embed_dim, mesh, dtype, kv_dtype)
+        self.mlp = make_mlp(spec.mlp, embed_dim, mesh, dtype)
 
-        self.spec, self.mesh = spec, mesh
-        self.attention_norm = norm()
-        self.attention = Attention(spec, dims, mesh, dtype, kv_dtype, sliding_window=sliding_window)
-        self.mlp_norm = norm()
-        self.mlp = GatedMlp(spec, dims, mesh, dtype)
-        if spec.post_norms:
-            self.attention_post_norm = norm()
-            self.mlp_post_norm = norm()
+    def norm_named(self, name: str) -> Norm | None:
+        """None where the layer has no such norm."""
+        return norm_of(self, name, self.norm) if name in LAYER_NORMS[self.spec.norms] else None
 
     def __call__(
         self,
         x_te: jax.Array,
         h_te: jax.Array,
-        next_norm: jax.Array,
+        next_norm: Norm | None,
         kv_pages: KVPages,
         batch: RaggedBatch,
         rope: Rotation,
     ) -> tuple[jax.Array, jax.Array, KVPages]:
-        """The residual stream, its norm for whoever comes next (of weight `next_norm`), and the pages.
+        """The residual stream, its norm for whoever comes next, and the pages.
 
         Args:
             h_te: `x_te` after `attention_norm`. Each addition and the norm that follows it are one operation, so that a
                 layer ends with the next one's first norm.
         """
-        norm = partial(add_rms_norm, self.spec, self.mesh)
-        post_norms = (None, None)
-        if self.spec.post_norms:
-            post_norms = self.attention_post_norm[...], self.mlp_post_norm[...]
-
+        add = partial(add_norm, self.mesh)
+        attention_post, mlp_pre, mlp_post = map(
+            self.norm_named, ("attention_post_norm", "mlp_norm", "mlp_post_norm")
+        )
         update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
-        x_te, h_te = norm(x_te, update, self.mlp_norm[...], post_norms[0])
-        x_te, h_te = norm(x_te, self.mlp(h_te), next_norm, post_norms[1])
+        match self.spec.norms:
+            case "parallel" | "parallel_shared":
+                mlp_input = h_te if mlp_pre is None else mlp_pre(x_te).astype(x_te.dtype)
+                update = sum_of_parts(update) + sum_of_parts(self.mlp(mlp_input))
+                x_te, h_te = add(x_te, self._scaled(update), next_norm, None)
+            case "sum":
+                _, x_te = add(x_te, self._scaled(update), attention_post, None)
+                _, x_te = add(x_te, self._scaled(self.mlp(x_te)), mlp_post, None)
+                h_te = x_te if next_norm is None else next_norm(x_te).astype(x_te.dtype)
+            case _:
+                x_te, h_te = add(x_te, self._scaled(update), mlp_pre, attention_post)
+                x_te, h_te = add(x_te, self._scaled(self.mlp(h_te)), next_norm, mlp_post)
         return x_te, h_te, kv_pages
+
+    def _scaled(self, update: jax.Array) -> jax.Array:
+        scale = self.spec.residual_scale
+        return update if scale == 1 else update * jnp.asarray(scale, update.dtype)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -76,7 +99,7 @@ def _run_layer(
     state: nnx.State,
     x_te: jax.Array,
     h_te: jax.Array,
-    next_norm: jax.Array,
+    next_norm: Norm | None,
     kv_pages: KVPages,
     batch: RaggedBatch,
     rope: Rotation,
@@ -100,13 +123,19 @@ class Decoder(nnx.Module):
         E, V = spec.embed_dim, dims.vocab_size
         self.spec, self.mesh, self.groups = spec, mesh, groups
         self.embed = leaf((V, E), ("vocab", "embed"), dtype)
+        if isinstance(spec.positions, LearnedPositions):
+            self.position_embed = leaf((spec.positions.num_rows, E), (None, "embed"), dtype)
+        if spec.embed_norm:
+            add_norm_leaves(self, "embed_norm", spec.norm, (E,), ("embed",), dtype)
         self.layers = nnx.List(
-            DecoderLayer(spec, dims, mesh, dtype, kv_dtype, sliding_window=layer.sliding_window)
-            for layer in spec.layers
+            DecoderLayer(layer, spec.norm, E, mesh, dtype, kv_dtype) for layer in spec.layers
         )
-        self.norm = leaf((E,), ("embed",), dtype)
+        if spec.final_norm:
+            add_norm_leaves(self, "norm", spec.norm, (E,), ("embed",), dtype)
         if not spec.tied_head:
             self.lm_head = leaf((V, E), ("vocab", "embed"), dtype)
+        if spec.head_bias:
+            self.head_bias = leaf((V,), ("vocab",), dtype)
 
     def __call__(
         self,
@@ -118,19 +147,19 @@ class Decoder(nnx.Module):
 
         `streams`, where given, receives by layer the residual stream [T, E] that enters it.
         """
-        x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
-        x_te = constrain(x_te, self.mesh, (None, "embed"))
-        if self.spec.embed_scale is not None:
-            x_te = x_te * jnp.asarray(self.spec.embed_scale, x_te.dtype)
+        x_te = self._embedded(batch)
         ropes = {
-            rope: rotation(rope, batch.positions) for rope in {a.rope for a in self.spec.layers}
+            rope: _rotation(rope, batch.positions)
+            for rope in {layer.attention.rope for layer in self.spec.layers}
         }
-        norms = [layer.attention_norm[...] for layer in self.layers] + [self.norm[...]]
-        h_te = rms_norm(x_te, norms[0], self.spec).astype(x_te.dtype)
+        # The norm before each layer, and the one after the last.
+        norms = [layer.norm_named("attention_norm") for layer in self.layers]
+        norms.append(norm_of(self, "norm", self.spec.norm) if self.spec.final_norm else None)
+        h_te = x_te if norms[0] is None else norms[0](x_te).astype(x_te.dtype)
         pages = list(kv_cache)
         batches = [batch.of_group(group) for group in range(len(self.groups))]
         places = self.groups.places()
-        for i, (attention, (group, place)) in enumerate(zip(self.spec.layers, places, strict=True)):
+        for i, (layer, (group, place)) in enumerate(zip(self.spec.layers, places, strict=True)):
             if streams is not None:
                 streams[i] = x_te
             graphdef, state = nnx.split(self.layers[i])
@@ -142,20 +171,44 @@ class Decoder(nnx.Module):
                 norms[i + 1],
                 pages[place],
                 batches[group],
-                ropes[attention.rope],
+                ropes[layer.attention.rope],
             )
         # Without a use of the stream JAX would lower the last layer apart from its equals, without that result.
         return jax.lax.optimization_barrier((h_te, x_te))[0], tuple(pages)
 
-    def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:
-        """[N, E] -> [N, vocab_size] float32."""
-        head = self.embed if self.spec.tied_head else self.lm_head
-        return logits_of(self.spec, self.mesh, head[...], hidden_ne)
+    def _embedded(self, batch: RaggedBatch) -> jax.Array:
+        """[T, E], what enters the first layer."""
+        spec = self.spec
+        x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
+        x_te = constrain(x_te, self.mesh, (None, "embed"))
+        if spec.embed_scale is not None:
+            x_te = x_te * jnp.asarray(spec.embed_scale, x_te.dtype)
+        if spec.positions is not None:
+            rows = batch.positions + spec.positions.offset
+            if isinstance(spec.positions, LearnedPositions):
+                place_te = self.position_embed[...].at[rows].get(mode="clip")
+            else:
+                frequencies = np.asarray(spec.positions.frequencies, np.float32)
+                angles = rows[:, None].astype(jnp.float32) * frequencies
+                place_te = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+            x_te = x_te + place_te.astype(x_te.dtype)
+        if spec.embed_norm:
+            x_te = norm_of(self, "embed_norm", spec.norm)(x_te).astype(x_te.dtype)
+        return x_te
 
 
-def logits_of(spec: DecoderSpec, mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
-    """[V, E] and [N, E] -> [N, vocab_size] float32, padding rows of the head cut off."""
+def _rotation(rope: RopeSpec | None, positions: jax.Array) -> Rotation:
+    return no_rotation(len(positions)) if rope is None else rotation(rope, positions)
+
+
+def logits_of(spec: DecoderSpec, mesh: Mesh, head: Head, hidden_ne: jax.Array) -> jax.Array:
+    """[N, E] -> [N, vocab_size] float32, padding rows of the head cut off."""
+    head_ve, bias = head if isinstance(head, tuple) else (head, None)
     logits = head_logits(mesh, head_ve, hidden_ne, spec.vocab_size)
+    if bias is not None:
+        logits += bias[: spec.vocab_size].astype(jnp.float32)
+    if spec.logit_scale is not None:
+        logits *= spec.logit_scale
     if spec.logit_soft_cap is None:
         return logits
     return spec.logit_soft_cap * jnp.tanh(logits / spec.logit_soft_cap)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.cache_spec import CacheArray, LayerCache, layer_caches
-from jaxinfer.models.decoder import Decoder, KVCache, logits_of
+from jaxinfer.models.decoder import Decoder, Head, KVCache, logits_of
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
@@ -102,9 +102,10 @@ class FunctionalDecoder:
         hidden, kv_cache = self.module.bind(leaves)(batch, kv_cache, streams)
         return hidden, tuple(streams[layer] for layer in layers), kv_cache
 
-    def head(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The leaf that `logits` needs."""
-        return self.embedding(leaves) if self.spec.tied_head else self._leaf(leaves, "lm_head")
+    def head(self, leaves: Sequence[jax.Array]) -> Head:
+        """The leaves that `logits` needs."""
+        head = self.embedding(leaves) if self.spec.tied_head else self._leaf(leaves, "lm_head")
+        return (head, self._leaf(leaves, "head_bias")) if self.spec.head_bias else head
 
     def embedding(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The leaf [V, E] of the tokens' embeddings."""
@@ -113,9 +114,9 @@ class FunctionalDecoder:
     def _leaf(self, leaves: Sequence[jax.Array], name: str) -> jax.Array:
         return leaves[list(self.leaves).index((name,))]
 
-    def logits(self, head_ve: jax.Array, hidden_ne: jax.Array) -> jax.Array:
-        """[N, E] -> [N, vocab_size] float32, given the `head` leaf."""
-        return logits_of(self.spec, self.mesh, head_ve, hidden_ne)
+    def logits(self, head: Head, hidden_ne: jax.Array) -> jax.Array:
+        """[N, E] -> [N, vocab_size] float32, given the `head` leaves."""
+        return logits_of(self.spec, self.mesh, head, hidden_ne)
 
     def kv_cache_shapes(
         self, num_pages: int, page_size: int

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import entry_points
 
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.families import gemma3, llama, mistral, phi3, qwen2, qwen3
@@ -11,10 +14,15 @@ from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
+_MODULES = (gemma3, llama, mistral, phi3, qwen2, qwen3)
+ENTRY_POINTS = "jaxinfer.families"
+"""The group of entry points by which installed packages bring families of their own."""
+
 _FAMILIES: dict[str, Family] = {
-    architecture: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma3, phi3)
-    for architecture in module.FAMILY.architectures
+    architecture: family
+    for module in _MODULES
+    for family in module.FAMILIES
+    for architecture in family.architectures
 }
 
 
@@ -41,9 +49,41 @@ class ModelDescription:
         """How far the groups of layers that take their pages together look back, in requests of at most so many tokens."""
         return model_groups(self.spec, max_model_len).windows
 
-    def checkpoint_plan(self, dims: ShardedDims) -> LoadPlan:
-        """How each leaf is made from the checkpoint's tensors."""
-        return self._family.checkpoint_plan(self._config, self.spec, dims)
+    def checkpoint_plan(self, dims: ShardedDims, tensors: Collection[str] = ()) -> LoadPlan:
+        """How each leaf is made from the checkpoint's tensors. `tensors`: their names, where they are known: those of a
+        model that was saved without its head lack the first part of what all others begin with."""
+        plan = self._family.plan(self._config, self.spec, dims)
+        prefix = plan["embed",].names[0].split(".")[0] + "."
+        if not tensors or any(name.startswith(prefix) for name in tensors):
+            return plan
+        return {
+            path: replace(source, names=tuple(n.removeprefix(prefix) for n in source.names))
+            for path, source in plan.items()
+        }
+
+
+def register(family: Family) -> None:
+    """Serve checkpoints of the family's architectures by it, whatever served them before.
+
+    This is for the running process. A server's engine core is another one: a package that makes its family an entry point
+    of the group "jaxinfer.families" has it registered in each.
+    """
+    for architecture in family.architectures:
+        _FAMILIES[architecture] = family
+
+
+@cache
+def _register_installed() -> None:
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        register(entry_point.load())
+
+
+def find_family(config: Config) -> Family | None:
+    """The family that a Hugging Face config belongs to, None where none of its architectures is known."""
+    architectures = config.get("architectures") or []
+    if not any(a in _FAMILIES for a in architectures):
+        _register_installed()
+    return next((_FAMILIES[a] for a in architectures if a in _FAMILIES), None)
 
 
 def describe_model(config: Config, max_model_len: int | None = None) -> ModelDescription:
@@ -52,9 +92,9 @@ def describe_model(config: Config, max_model_len: int | None = None) -> ModelDes
 
     Raises `ValueError` for an architecture, or a feature of it, that is not supported.
     """
-    architectures = config.get("architectures") or []
-    family = next((_FAMILIES[a] for a in architectures if a in _FAMILIES), None)
+    family = find_family(config)
     if family is None:
+        architectures = config.get("architectures") or []
         named = ", ".join(architectures) or f"(none; model_type {config.get('model_type')!r})"
         raise ValueError(
             f"architecture {named} is not supported; supported: {', '.join(sorted(_FAMILIES))}."

@@ -17,3 +17,8 @@ def rotation(spec: RopeSpec, positions: jax.Array) -> Rotation:
     frequencies = np.asarray(spec.inverse_frequencies, np.float32)
     angles = positions[:, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * spec.attention_factor, jnp.sin(angles) * spec.attention_factor
+
+
+def no_rotation(num_tokens: int) -> Rotation:
+    """That by an angle of zero, exactly."""
+    return jnp.ones((num_tokens, 1), jnp.float32), jnp.zeros((num_tokens, 1), jnp.float32)

@@ -4,27 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxinfer.models.spec import DecoderSpec
+import numpy as np
+
+from jaxinfer.models.spec import AttentionSpec, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedDims:
-    """Sizes that `tensor_parallel_size` devices can share evenly, each at least the spec's own.
+class ShardedHeads:
+    """The heads of one layer's attention, so many that `tensor_parallel_size` devices can share them evenly.
 
     Where there are more devices than kv heads, each kv head is stored `kv_replicas` times and its query heads are
     dealt out to the copies; then whole groups of zero weights are appended until the devices divide their number.
-    Query heads of a group, MLP rows and vocabulary rows are filled up with zeros likewise. Zero rows change no
-    result: a padded query head meets zero columns of the output projection.
+    Query heads of a group are filled up with zeros likewise. Zero rows change no result: a padded query head meets zero
+    columns of the output projection.
     """
 
-    tensor_parallel_size: int
     kv_replicas: int
     num_kv_heads: int
     """K, copies and padding included."""
     queries_per_kv: int
     """G, padding included."""
-    mlp_dim: int
-    """M"""
+
+    @classmethod
+    def create(cls, attention: AttentionSpec, tensor_parallel_size: int) -> ShardedHeads:
+        replicas = max(1, tensor_parallel_size // attention.num_kv_heads)
+        return cls(
+            kv_replicas=replicas,
+            num_kv_heads=round_up(attention.num_kv_heads * replicas, tensor_parallel_size),
+            queries_per_kv=-(-(attention.num_heads // attention.num_kv_heads) // replicas),
+        )
+
+    def deal_queries(self, x: np.ndarray) -> np.ndarray:
+        """[K, G, ...] of the model -> [K', G', ...]: a group's query heads, dealt out to the copies of its kv head."""
+        x = pad_axis(x, axis=1, size=self.kv_replicas * self.queries_per_kv)
+        x = x.reshape(x.shape[0] * self.kv_replicas, self.queries_per_kv, *x.shape[2:])
+        return pad_axis(x, axis=0, size=self.num_kv_heads)
+
+    def copy_keys(self, x: np.ndarray) -> np.ndarray:
+        """[K, ...] of the model -> [K', ...]."""
+        return pad_axis(np.repeat(x, self.kv_replicas, axis=0), axis=0, size=self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedDims:
+    """Sizes that `tensor_parallel_size` devices can share evenly, each at least the spec's own. MLP and vocabulary rows
+    are filled up with zeros, as are heads."""
+
+    tensor_parallel_size: int
     vocab_size: int
     """V"""
 
@@ -34,17 +60,24 @@ class ShardedDims:
             raise ValueError(
                 f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}."
             )
-        replicas = max(1, tensor_parallel_size // spec.num_kv_heads)
-        return cls(
-            tensor_parallel_size=tensor_parallel_size,
-            kv_replicas=replicas,
-            num_kv_heads=round_up(spec.num_kv_heads * replicas, tensor_parallel_size),
-            queries_per_kv=-(-(spec.num_heads // spec.num_kv_heads) // replicas),
-            mlp_dim=round_up(spec.mlp_dim, tensor_parallel_size),
-            vocab_size=round_up(spec.vocab_size, tensor_parallel_size),
-        )
+        return cls(tensor_parallel_size, round_up(spec.vocab_size, tensor_parallel_size))
+
+    def heads(self, attention: AttentionSpec) -> ShardedHeads:
+        return ShardedHeads.create(attention, self.tensor_parallel_size)
+
+    def mlp_dim(self, mlp_dim: int) -> int:
+        """M"""
+        return round_up(mlp_dim, self.tensor_parallel_size)
 
 
 def round_up(size: int, multiple: int) -> int:
     """The first multiple from `size` on."""
     return -(-size // multiple) * multiple
+
+
+def pad_axis(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """Zeros appended up to `size`; the array itself where nothing is missing."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
+    return np.pad(x, widths)

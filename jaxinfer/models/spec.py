@@ -8,15 +8,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 """Names of activations in Hugging Face configs."""
+
+NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_shared", "sum"]
+"""Where a layer's norms sit: before attention and MLP; after both, on what they return; before and after. "parallel":
+attention and MLP side by side, each behind a norm of its own, or both behind one. "sum": on the residual stream itself,
+after each addition, as in the first transformers."""
+
+
+LAYER_NORMS: dict[NormPlacement, tuple[str, ...]] = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_post_norm", "mlp_post_norm"),
+    "both": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    "parallel": ("attention_norm", "mlp_norm"),
+    "parallel_shared": ("attention_norm",),
+    "sum": ("attention_post_norm", "mlp_post_norm"),
+}
+"""Names of a layer's norms by where they sit."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """x / sqrt(mean(x²) + eps), and with kind "layer" of x less its mean; then times the weight, plus the bias."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    has_weight: bool = True
+    has_bias: bool = False
+    weight_offset: float = 0.0
+    """Added to every stored weight (1 where checkpoints store the difference from one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormSpec:
+    """Norms of queries and keys, before the rotation or after it.
+
+    `over`: "head" norms each head, all with one weight [H]; "own_head" with a weight for each; "projection" norms all
+    heads of a token together.
+    """
+
+    norm: NormSpec
+    over: Literal["head", "own_head", "projection"] = "head"
+    after_rope: bool = False
+
+    def __post_init__(self) -> None:
+        if self.over == "projection" and self.norm.kind != "rms":
+            raise ValueError(f'A norm over "projection" must be of kind "rms", got {self.norm}.')
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,63 +82,156 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Queries are multiplied by 1 + scale * log(1 + floor((position + offset) / period)), so that attention stays sharp
+    in long contexts."""
+
+    scale: float
+    period: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How one layer attends. With a window, a token sees itself and the `sliding_window - 1` tokens before it."""
+    """How one layer attends: grouped queries over keys and values of its own."""
 
-    rope: RopeSpec
-    sliding_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """A decoder-only transformer: pre-norm residual blocks of grouped-query attention and a gated MLP."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    embed_dim: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_dim: int
-    layers: tuple[AttentionSpec, ...]
-    activation: Activation
-    norm_eps: float
     query_scale: float
     """Factor on the attention scores."""
-    tied_head: bool
-    """The head is the embedding matrix."""
+    rope: RopeSpec | None
+    """None: queries and keys don't know their positions."""
+    temperature: QueryTemperature | None = None
+    sliding_window: int | None = None
+    """A token sees itself and the `sliding_window - 1` tokens before it."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Per head, what a score loses for each token between query and key."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
+    sinks: bool = False
+    """Each head has a learned score that joins the softmax without a value."""
+    qk_norm: QKNormSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm of each query and key head before the rotation."""
-    norm_weight_offset: float = 0.0
-    """Added to every stored norm weight (1 where checkpoints store the difference from one)."""
-    post_norms: bool = False
-    """Norms of what attention and MLP return, before the residual additions."""
-    embed_scale: float | None = None
-    """Factor on the embedded tokens, rounded to the compute dtype first."""
-    logit_soft_cap: float | None = None
-    """Logits become cap * tanh(logits / cap)."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are cut to [-clip, clip]."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_position_embeddings", "embed_dim", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {self.head_dim}.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})."
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window must be at least 1 or None, got {self.sliding_window}."
+            )
+        if self.rope is not None and 2 * len(self.rope.inverse_frequencies) > self.head_dim:
+            raise ValueError(
+                f"rope rotates {2 * len(self.rope.inverse_frequencies)} dimensions, "
+                f"but head_dim is {self.head_dim}."
+            )
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
+            raise ValueError(
+                f"alibi_slopes must have one entry per head ({self.num_heads}), "
+                f"got {len(self.alibi_slopes)}."
+            )
+
+    def num_weights(self, embed_dim: int) -> int:
+        """Of the matrices that a token goes through."""
+        return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlpSpec:
+    """down(activation(gate(x)) * up(x))"""
+
+    mlp_dim: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation == "xielu":
+            raise ValueError('activation "xielu" is not supported in a gated MLP.')
+
+    def num_weights(self, embed_dim: int) -> int:
+        """Of the matrices that a token goes through."""
+        return 3 * embed_dim * self.mlp_dim
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlpSpec:
+    """down(activation(up(x)))"""
+
+    mlp_dim: int
+    activation: Activation = "gelu"
+    """"xielu" has trained parameters."""
+    bias: bool = True
+
+    def num_weights(self, embed_dim: int) -> int:
+        """Of the matrices that a token goes through."""
+        return 2 * embed_dim * self.mlp_dim
+
+
+MlpSpec = GatedMlpSpec | PlainMlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norms: NormPlacement = "pre"
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP return, before it joins the residual stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A trained vector for each position, in row position + `offset` of a table."""
+
+    num_rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SinusoidalPositions:
+    """Sines, then cosines, of (position + offset) * frequency."""
+
+    frequencies: tuple[float, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A decoder-only transformer: layers between an embedding and a head."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    embed_dim: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    """Of the layers, and of what the last one returns."""
+    final_norm: bool = True
+    tied_head: bool
+    """The head is the embedding matrix."""
+    head_bias: bool = False
+    positions: LearnedPositions | SinusoidalPositions | None = None
+    """Added to the embedded tokens."""
+    embed_norm: bool = False
+    """The embedded tokens are normed before the first layer."""
+    embed_scale: float | None = None
+    """Factor on the embedded tokens, rounded to the compute dtype first."""
+    logit_scale: float | None = None
+    """Factor on the logits."""
+    logit_soft_cap: float | None = None
+    """Logits become cap * tanh(logits / cap)."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_position_embeddings", "embed_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not self.layers:
             raise ValueError("layers must hold at least one layer.")
-        for layer in self.layers:
-            if layer.sliding_window is not None and layer.sliding_window < 1:
-                raise ValueError(
-                    f"sliding_window must be at least 1 or None, got {layer.sliding_window}."
-                )
-            if 2 * len(layer.rope.inverse_frequencies) > self.head_dim:
-                raise ValueError(
-                    f"rope rotates {2 * len(layer.rope.inverse_frequencies)} dimensions, "
-                    f"but head_dim is {self.head_dim}."
-                )

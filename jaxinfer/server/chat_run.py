@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.engine.messages import Thinking
-from jaxinfer.frontend.tool_parsers import ContentPiece
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import RequestOutputKind
@@ -154,8 +153,7 @@ class ChatRun:
     def pieces(self, completion: CompletionOutput) -> list[MessagePiece]:
         """What is new in a DELTA output, or all of a final one."""
         parser = self._parsers[completion.index]
-        if parser is None:
-            return [ContentPiece(completion.text)] if completion.text else []
+        assert parser is not None
         pieces = parser.feed(completion.text)
         return pieces if completion.finish_reason is None else pieces + parser.finish()
 

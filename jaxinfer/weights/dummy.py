@@ -27,7 +27,7 @@ def dummy_leaves(
     leaves = {}
     for path, leaf in abstract.items():
         salt = rng.integers(1 << 32, dtype=np.uint32)
-        constant = any("norm" in part for part in path)
+        constant = "norm" in path[-1] and not path[-1].endswith("bias")
         leaves[path] = _maker(leaf.shape, leaf.dtype, leaf.sharding, constant)(salt)
     return leaves
 

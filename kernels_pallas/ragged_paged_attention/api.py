@@ -13,8 +13,8 @@ from kernels_pallas.ragged_paged_attention import reference, xla
 from kernels_pallas.ragged_paged_attention.check import (
     check_arrays,
     check_batch,
+    check_head_values,
     check_options,
-    check_sinks,
 )
 from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import unsupported
 from kernels_pallas.trace_target import log_once, not_hopper, traced_device_kind
@@ -48,6 +48,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     causal: bool = True,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     kv_scales: KVScales | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
@@ -78,6 +79,8 @@ def ragged_paged_attention(
             sliding_window.
         sinks: [N] float32, a score per query head that joins each softmax without a value; it is
             neither scaled nor capped.
+        alibi_slopes: [N] float32, what a query head's score, scaled and capped, loses for each position between query
+            and key (ALiBi, arXiv 2108.12409); causal only.
         kv_scales: (k_scale, v_scale), each [K] float32, for 8-bit pages and only for them: the key
             is page_value * k_scale[head].
         return_lse: also return each token's log-sum-exp.
@@ -102,7 +105,10 @@ def ragged_paged_attention(
     """
     check_arrays(q_tnh, kv_pages, block_tables, seq_lens, query_start_loc, decode_only)
     check_options(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, causal=causal)
-    check_sinks(sinks, q_tnh.shape[1])
+    for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        check_head_values(name, values, q_tnh.shape[1])
+    if alibi_slopes is not None and not causal:
+        raise ValueError("alibi_slopes must be None with causal=False: distances are not known.")
     check_kv_scales(kv_scales, kv_pages)
     if implementation is not None and implementation not in _BACKENDS:
         raise ValueError(
@@ -134,12 +140,14 @@ def ragged_paged_attention(
 
     def run(backend: Callable[..., Result]) -> Callable[..., Result]:
         def call(*arrays: jax.Array) -> Result:
-            *required, sinks, kv_scales = arrays
-            return backend(*required, sinks=sinks, kv_scales=kv_scales, **options)
+            *required, sinks, slopes, kv_scales = arrays
+            # The kernels don't take slopes, and are not asked to.
+            extra = {} if slopes is None else {"alibi_slopes": slopes}
+            return backend(*required, sinks=sinks, kv_scales=kv_scales, **extra, **options)
 
         return call
 
-    arrays = jax.tree.map(jnp.asarray, (q_tnh, kv_pages, *integers, sinks, kv_scales))
+    arrays = jax.tree.map(jnp.asarray, (q_tnh, kv_pages, *integers, sinks, alibi_slopes, kv_scales))
     kernel = run(_BACKENDS[implementation or "xla"])
     if implementation in ("xla", "reference"):
         return kernel(*arrays)
@@ -150,6 +158,8 @@ def ragged_paged_attention(
         reason = (
             reason or "batch_invariant with a sliding_window: key blocks begin in a tile's window"
         )
+    if alibi_slopes is not None:
+        reason = reason or "alibi_slopes are not supported"
     reason = reason or not_hopper()
     if implementation == "mosaic_gpu":
         if reason is not None:

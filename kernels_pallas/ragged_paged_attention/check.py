@@ -168,10 +168,10 @@ def check_options(
         )
 
 
-def check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
+def check_head_values(name: str, values: jax.Array | None, num_heads: int) -> None:
     """Raises `ValueError` unless there is one float32 number per query head."""
-    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
+    if values is not None and (values.shape != (num_heads,) or values.dtype != jnp.float32):
         raise ValueError(
-            f"sinks must be float32 [{num_heads}] (the query heads), "
-            f"got {sinks.dtype} {sinks.shape}"
+            f"{name} must be float32 [{num_heads}] (the query heads), "
+            f"got {values.dtype} {values.shape}"
         )

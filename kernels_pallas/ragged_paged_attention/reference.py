@@ -19,6 +19,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     causal: bool = True,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
@@ -57,6 +58,9 @@ def ragged_paged_attention(
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         position_i = jnp.arange(seq_len - (last - first), seq_len)[:, None]
         position_j = jnp.arange(seq_len)[None, :]
+        if alibi_slopes is not None:
+            slopes_kgij = alibi_slopes.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
+            scores -= slopes_kgij * (position_i - position_j)
         seen = position_j <= position_i if causal else jnp.ones_like(position_j, bool)
         if sliding_window is not None:
             seen &= position_j > position_i - sliding_window

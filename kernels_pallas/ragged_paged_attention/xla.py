@@ -28,6 +28,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     causal: bool = True,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     kv_scales: KVScales | None = None,
     return_lse: bool = False,
     decode_only: bool = False,
@@ -43,6 +44,7 @@ def ragged_paged_attention(
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
         "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
         "kv_scales": kv_scales,
         "return_lse": return_lse,
     }

@@ -45,6 +45,7 @@ def decode_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
     kv_scales: KVScales | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -62,6 +63,8 @@ def decode_attention(
 
     q_rkgh = q_rnh.reshape(num_rows, num_kv_heads, -1, head_size)
     dtype = accumulator(q_rnh.dtype)
+    if alibi_slopes is not None:
+        slopes_kg = alibi_slopes.astype(dtype).reshape(num_kv_heads, -1)
     key_scale = score_scale(scale, kv_scales)
     window_start = jnp.zeros_like(seq_lens)
     if sliding_window is not None:
@@ -89,6 +92,9 @@ def decode_attention(
         q_bkgh = q_rkgh.at[row].get(mode="promise_in_bounds")
         score_bkgs = scores(q_bkgh, k_bksh, key_scale, soft_cap)
         slot = jnp.arange(chunk, dtype=jnp.int32)
+        if alibi_slopes is not None:
+            distance_bs = (seq_lens[row] - 1 - index * chunk)[:, None] - slot
+            score_bkgs -= slopes_kg[:, :, None] * distance_bs[:, None, None].astype(dtype)
         seen_bs = slot < num_valid[:, None]
         if first_seen is not None:
             seen_bs &= slot >= first_seen[:, None]

@@ -64,6 +64,7 @@ def prefill_attention(
     soft_cap: float | None,
     causal: bool,
     sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
     kv_scales: KVScales | None,
     return_lse: bool,
     tile: int = 32,
@@ -111,10 +112,11 @@ def prefill_attention(
     q_tkgh = q_tnh.reshape(num_tokens, num_kv_heads, group, head_size)
     token_m = jnp.arange(tile * group, dtype=jnp.int32) // group
 
-    # One sink per row of a tile's scores, [K, tile * G].
-    sinks_km = None
-    if sinks is not None:
-        sinks_km = jnp.tile(sinks.reshape(num_kv_heads, group), (1, tile))
+    def by_row(values: jax.Array | None) -> jax.Array | None:
+        """Of each head [N], for the rows of a tile's scores: [K, tile * G]."""
+        return None if values is None else jnp.tile(values.reshape(num_kv_heads, group), (1, tile))
+
+    sinks_km, slopes_km = by_row(sinks), by_row(alibi_slopes)
 
     def one_block(step, results):
         tiles = lax.dynamic_slice_in_dim(order, step * block, block)
@@ -144,8 +146,11 @@ def prefill_attention(
                 first_seen = position_b - sliding_window + 1 - c * num_slots
             v_bksh = read_slots(v_pages, pages, num_valid, q_tnh.dtype, first_seen)
             score_bkms = scores(q_bkmh, k_bksh, key_scale, soft_cap)
+            position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
+            if slopes_km is not None:
+                distance_bms = (position_bm[..., None] - position_s).astype(dtype)
+                score_bkms -= slopes_km[..., None].astype(dtype) * distance_bms[:, None]
             if not all_seen:
-                position_s = c * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
                 if causal:
                     seen_bms = position_s <= position_bm[..., None]
                 else:

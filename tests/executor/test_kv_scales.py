@@ -47,7 +47,8 @@ def decoder(
 
 def test_float8_takes_the_checkpoints_scales_and_1_where_there_are_none():
     model = decoder("float8_e4m3fn", tensor_parallel_size=4, checkpoint="qwen3")
-    heads, copies = model.spec.num_kv_heads, model.dims.kv_replicas
+    attention = model.spec.layers[0].attention
+    heads, copies = attention.num_kv_heads, model.dims.heads(attention).kv_replicas
     assert heads == 2 and copies == 2, "the checkpoint has changed"
     scales = kv_scales.make_scales(
         model,

@@ -30,6 +30,7 @@ class Geometry:
     sinks: bool = False
     kv_dtype: str | None = None
     """None: that of the queries."""
+    alibi: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class Batch:
     sinks: np.ndarray | None
     kv_scales: tuple[np.ndarray, np.ndarray] | None
     kv_dtype: str | None
+    alibi_slopes: np.ndarray | None = None
 
     def numbers(self, pages: np.ndarray, dtype: str) -> jax.Array:
         """As rounded for the cache, before they are taken as bits."""
@@ -65,6 +67,8 @@ class Batch:
             pages = tuple(jax.lax.bitcast_convert_type(x, jnp.uint8) for x in pages)
         integers = (self.block_tables, self.seq_lens, self.query_start_loc)
         keywords = jax.tree.map(jnp.asarray, {"sinks": self.sinks, "kv_scales": self.kv_scales})
+        if self.alibi_slopes is not None:
+            keywords["alibi_slopes"] = jnp.asarray(self.alibi_slopes)
         return (jnp.asarray(self.q, dtype), pages, *map(jnp.asarray, integers)), keywords
 
 
@@ -109,9 +113,9 @@ def make_batch(
         kv_scales = tuple(
             (rng.uniform(0.5, 2, geometry.kv_heads) / spread).astype(np.float32) for _ in range(2)
         )
-    return Batch(
-        q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, sinks, kv_scales, kv_dtype
-    )
+    slopes = np.linspace(0.5, 0.01, num_heads).astype(np.float32) if geometry.alibi else None
+    integers = (block_tables, seq_lens, query_start_loc)
+    return Batch(q, k_pages, v_pages, *integers, sinks, kv_scales, kv_dtype, slopes)
 
 
 def oracle(batch: Batch, geometry: Geometry, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +147,9 @@ def oracle(batch: Batch, geometry: Geometry, dtype: str) -> tuple[np.ndarray, np
             score = q[first:last, head] @ keys.T * geometry.head_size**-0.5
             if geometry.soft_cap is not None:
                 score = geometry.soft_cap * np.tanh(score / geometry.soft_cap)
-            weight = np.where(seen, np.exp(score), 0)
+            if batch.alibi_slopes is not None:
+                score = score - np.float64(batch.alibi_slopes[head]) * (i - j)
+            weight = np.where(seen, np.exp(np.where(seen, score, 0)), 0)
             total = weight.sum(axis=1)
             if batch.sinks is not None:
                 total += np.exp(np.float64(batch.sinks[head]))

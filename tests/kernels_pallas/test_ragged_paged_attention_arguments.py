@@ -102,6 +102,11 @@ def test_numbers_are_looked_at_where_they_are_known_though_the_queries_are_not()
         ("implementation must be one of .*got 'cuda'", {"implementation": "cuda"}),
         ("sliding_window must be None with causal=False", {"causal": False, "sliding_window": 3}),
         (r"sinks must be float32 \[4\].*float32 \(2,\)", {"sinks": jnp.zeros(2)}),
+        (r"alibi_slopes must be float32 \[4\].*\(2,\)", {"alibi_slopes": jnp.zeros(2)}),
+        (
+            "alibi_slopes must be None with causal=False",
+            {"alibi_slopes": jnp.zeros(4), "causal": False},
+        ),
         ("sinks must be float32 .*bfloat16", {"sinks": jnp.zeros(4, jnp.bfloat16)}),
         ("kv_scales must be given for pages of int8", {"kv_pages": (INT8, INT8)}),
         (

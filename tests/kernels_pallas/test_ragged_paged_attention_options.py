@@ -86,7 +86,20 @@ def test_combinations_of_options(geometry, dtype):
     check(batch, geometry, dtype, decode_only=True, return_lse=True)
 
 
-@pytest.mark.parametrize("geometry", [*SOME, ALL], ids=str)
+@pytest.mark.parametrize("window", [None, 37])
+def test_alibi(window):
+    geometry = Geometry(16, 2, 3, 16, sliding_window=window, soft_cap=3.0, sinks=True, alibi=True)
+    check(batch_of(geometry, ROWS), geometry, "float32", return_lse=True)
+    batch = batch_of(geometry, [(n, 1) for n in (1, 64, 65, 700)], tokens=MAX_ROWS)
+    starts = np.arange(MAX_ROWS + 1, dtype=np.int32)
+    batch = dataclasses.replace(batch, query_start_loc=starts)
+    check(batch, geometry, "float32", decode_only=True, return_lse=True)
+
+
+ALIBI = Geometry(16, 2, 3, 16, alibi=True)
+
+
+@pytest.mark.parametrize("geometry", [*SOME, ALL, ALIBI], ids=str)
 def test_reference_backend(geometry):
     batch = batch_of(geometry, [(20, 1), (70, 33), (0, 0), (5, 5)], longest=80)
     arrays, keywords = batch.arrays("float32")

@@ -28,9 +28,10 @@ def load_checkpoint(
     model = FunctionalDecoder.create(
         description.spec, make_mesh(tensor_parallel_size), description.checkpoint_dtype
     )
+    reader = SafetensorsReader(directory)
     leaves = load_leaves(
-        SafetensorsReader(directory),
-        description.checkpoint_plan(model.dims),
+        reader,
+        description.checkpoint_plan(model.dims, reader.names()),
         model.leaves,
         ignored=description.ignored_tensors,
     )

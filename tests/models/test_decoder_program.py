@@ -12,24 +12,34 @@ import pytest
 from jaxinfer.models.batch import PageTables, RaggedBatch
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.functional import FunctionalDecoder
-from jaxinfer.models.spec import AttentionSpec, DecoderSpec, RopeSpec
+from jaxinfer.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    NormSpec,
+    RopeSpec,
+)
 from jaxinfer.parallel.mesh import make_mesh
 
-FULL = AttentionSpec(RopeSpec((1.0, 0.1, 0.01, 0.001)))
-SLIDING = replace(FULL, sliding_window=8)
+FULL = LayerSpec(
+    AttentionSpec(
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        query_scale=0.25,
+        rope=RopeSpec((1.0, 0.1, 0.01, 0.001)),
+    ),
+    GatedMlpSpec(128),
+)
+SLIDING = replace(FULL, attention=replace(FULL.attention, sliding_window=8))
 NUM_LAYERS = 4
 SPEC = DecoderSpec(
     vocab_size=512,
     max_position_embeddings=128,
     embed_dim=64,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=16,
-    mlp_dim=128,
     layers=(FULL,) * NUM_LAYERS,
-    activation="silu",
-    norm_eps=1e-6,
-    query_scale=0.25,
+    norm=NormSpec(),
     tied_head=True,
 )
 
@@ -107,7 +117,7 @@ def test_logits_are_gathered_not_the_head(vocab_size: int) -> None:
 @pytest.mark.parametrize(
     ("layers", "kinds"), [((FULL,) * NUM_LAYERS, 1), ((SLIDING, SLIDING, FULL, SLIDING), 2)]
 )
-def test_equal_layers_are_lowered_once(layers: tuple[AttentionSpec, ...], kinds: int) -> None:
+def test_equal_layers_are_lowered_once(layers: tuple[LayerSpec, ...], kinds: int) -> None:
     model = FunctionalDecoder.create(replace(SPEC, layers=layers), make_mesh(1), "float32")
     text = lower(model, 16, decode_only=True).as_text()
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == kinds

@@ -27,8 +27,9 @@ def with_architecture(architecture: str, **changes: Any) -> dict[str, Any]:
 
 def test_a_config_of_the_first_llama_has_no_kv_heads_and_no_head_dim() -> None:
     spec = describe_model(LLAMA).spec
-    assert (spec.num_kv_heads, spec.head_dim, spec.tied_head) == (4, 16, False)
-    assert spec.query_scale == 0.25
+    attention = spec.layers[0].attention
+    assert (attention.num_kv_heads, attention.head_dim, spec.tied_head) == (4, 16, False)
+    assert attention.query_scale == 0.25
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -91,7 +92,7 @@ def test_what_the_decoder_cannot_do_is_refused(config: dict[str, Any], message: 
 )
 def test_qwen_windows(changes: dict[str, Any], windows: list[int | None]) -> None:
     spec = describe_model(with_architecture("Qwen2ForCausalLM", **changes)).spec
-    assert [layer.sliding_window for layer in spec.layers] == windows
+    assert [layer.attention.sliding_window for layer in spec.layers] == windows
 
 
 def test_reading_a_config_needs_no_jax() -> None:

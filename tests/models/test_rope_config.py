@@ -75,7 +75,7 @@ def test_longrope_chooses_once_by_the_longest_request(max_model_len: int, name: 
         rope_parameters={"rope_type": "longrope", "partial_rotary_factor": 0.5, **scaling},
     )
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](oracle, seq_len=max_model_len)
-    rope = describe_model(config, max_model_len).spec.layers[0].rope
+    rope = describe_model(config, max_model_len).spec.layers[0].attention.rope
     np.testing.assert_allclose(rope.inverse_frequencies, expected.numpy(), rtol=1e-6)
     assert rope.attention_factor == pytest.approx(factor)
 
@@ -92,7 +92,7 @@ def test_gemma3_scales_full_layers_only() -> None:
         },
     }
     oracle = Gemma3TextConfig(**config["text_config"])
-    layers = describe_model(config).spec.layers
+    layers = [layer.attention for layer in describe_model(config).spec.layers]
     assert [layer.sliding_window for layer in layers] == [1024] * 5 + [None]
     dims = np.arange(0, oracle.head_dim, 2) / oracle.head_dim
     np.testing.assert_allclose(layers[0].rope.inverse_frequencies, 1e4**-dims)

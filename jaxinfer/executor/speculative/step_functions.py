@@ -15,6 +15,7 @@ from jaxinfer.executor.sampler import INVALID_TOKEN, sample
 from jaxinfer.executor.sampler_features import SamplerFeatures
 from jaxinfer.executor.sampling_rows import ACTIVE, ROW
 from jaxinfer.executor.speculative.verification import DraftedPositions
+from jaxinfer.models.decoder import Head
 from jaxinfer.models.functional import FunctionalDecoder
 
 
@@ -35,7 +36,7 @@ def verify_step(
     logprobs_mode: LogprobsMode,
     processors: LogitsProcessors | None,
     num_drafts: int,
-    head: jax.Array,
+    head: Head,
     hidden: jax.Array,
     last_tokens: jax.Array,
     state: SamplerArrays | None,

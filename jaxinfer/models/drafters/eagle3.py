@@ -19,7 +19,9 @@ from jaxinfer.models.attention import KV_PAGES_AXES, Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.decoder import head_logits
 from jaxinfer.models.functional import FlatModule
-from jaxinfer.models.layers import GatedMlp, add_rms_norm, leaf, linear, rms_norm
+from jaxinfer.models.layers import leaf, linear
+from jaxinfer.models.mlp import make_mlp
+from jaxinfer.models.norms import Norm, add_norm
 from jaxinfer.models.rope import rotation
 from jaxinfer.models.sharded_dims import ShardedDims, round_up
 from jaxinfer.models.spec import DecoderSpec
@@ -56,11 +58,10 @@ class Eagle3(nnx.Module):
         self.fuse_streams = leaf((E, fused), ("embed", None), dtype)
         self.embedding_norm = norm()
         self.hidden_norm = norm()
-        self.attention = Attention(
-            layer, dims, mesh, dtype, dtype, sliding_window=None, input_dim=2 * E
-        )
+        (block,) = layer.layers
+        self.attention = Attention(block.attention, E, mesh, dtype, dtype, input_dim=2 * E)
         self.mlp_norm = norm()
-        self.mlp = GatedMlp(layer, dims, mesh, dtype)
+        self.mlp = make_mlp(block.mlp, E, mesh, dtype)
         self.norm = norm()
         self.lm_head = leaf((dims.vocab_size, E), ("vocab", "embed"), dtype)
         if spec.own_embedding:
@@ -91,14 +92,15 @@ class Eagle3(nnx.Module):
         embed = self.embed[...] if spec.own_embedding else target_embed
         x_te = embed.at[batch.token_ids].get(mode="clip").astype(hidden_te.dtype)
         normed = [
-            rms_norm(x, weight[...], layer).astype(hidden_te.dtype)
+            Norm(layer.norm, weight[...])(x).astype(hidden_te.dtype)
             for x, weight in ((x_te, self.embedding_norm), (hidden_te, self.hidden_norm))
         ]
         residual = normed[1] if spec.norm_before_residual else hidden_te
-        rope = rotation(layer.layers[0].rope, batch.positions)
+        rope = rotation(layer.layers[0].attention.rope, batch.positions)
         update, kv_pages = self.attention(jnp.concatenate(normed, axis=1), kv_pages, batch, rope)
-        x_te, h_te = add_rms_norm(layer, self.mesh, residual, update, self.mlp_norm[...], None)
-        x_te, h_te = add_rms_norm(layer, self.mesh, x_te, self.mlp(h_te), self.norm[...], None)
+        mlp_norm, norm = (Norm(layer.norm, w[...]) for w in (self.mlp_norm, self.norm))
+        x_te, h_te = add_norm(self.mesh, residual, update, mlp_norm, None)
+        x_te, h_te = add_norm(self.mesh, x_te, self.mlp(h_te), norm, None)
         return h_te, x_te, kv_pages
 
     def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:
@@ -136,7 +138,9 @@ class FunctionalEagle3:
         self, num_pages: int, page_size: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
         """Keys and values of the one layer, [num_pages, K, page_size, H] each."""
-        shape = (num_pages, self.dims.num_kv_heads, page_size, self.spec.layer.head_dim)
+        attention = self.spec.layer.layers[0].attention
+        num_heads = self.dims.heads(attention).num_kv_heads
+        shape = (num_pages, num_heads, page_size, attention.head_dim)
         sharding = named_sharding(self.mesh, KV_PAGES_AXES)
         pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
         return ((pages, pages),)

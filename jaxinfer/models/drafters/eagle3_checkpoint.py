@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jaxinfer.models.checkpoint_layout import attention_plan, mlp_plan, padded
+from jaxinfer.models.checkpoint_layout import LLAMA_NAMES, attention_plan, mlp_plan, padded
 from jaxinfer.models.drafters.eagle3 import Eagle3Spec, FunctionalEagle3
 from jaxinfer.models.families.llama import spec_from_config
 from jaxinfer.models.family import Config
@@ -111,8 +111,9 @@ def eagle3_plan(model: FunctionalEagle3, tensor_names: Collection[str]) -> LoadP
         ("mlp_norm", "post_attention_layernorm"),
     ):
         plan[path,] = LeafSource((f"{prefix}{name}.weight",), ((E,),))
-    plan |= attention_plan(layer, dims, f"{prefix}self_attn.", input_dim=2 * E)
-    plan |= mlp_plan(layer, dims, f"{prefix}mlp.")
+    (block,) = layer.layers
+    plan |= attention_plan(block.attention, E, dims, prefix, LLAMA_NAMES, input_dim=2 * E)
+    plan |= mlp_plan(block.mlp, E, dims, prefix, LLAMA_NAMES)
     if spec.own_embedding:
         rows = round_up(spec.target_vocab_size, dims.tensor_parallel_size)
         plan["embed",] = LeafSource(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxinfer.models.checkpoint_layout import decoder_plan
 from jaxinfer.models.family import Config, Family, llama_like_spec
 from jaxinfer.models.spec import DecoderSpec
 
@@ -12,14 +11,14 @@ def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
     return llama_like_spec(
         config,
         max_model_len,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        attention={"qkv_bias": attention_bias, "o_bias": attention_bias},
         mlp_bias=config.get("mlp_bias", False),
     )
 
 
-FAMILY = Family(
-    architectures=("LlamaForCausalLM",),
-    spec_from_config=spec_from_config,
-    checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims),
+FAMILIES = (
+    Family(
+        architectures=("LlamaForCausalLM",),
+        spec_from_config=spec_from_config,
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.models.checkpoint_layout import decoder_plan
+from jaxinfer.models.checkpoint_layout import Names
 from jaxinfer.models.family import Config, Family, llama_like_spec
 from jaxinfer.models.spec import DecoderSpec
 
@@ -17,8 +17,10 @@ def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
     return llama_like_spec(config, max_model_len, windows=windows, norm_eps=1e-5)
 
 
-FAMILY = Family(
-    architectures=("Phi3ForCausalLM",),
-    spec_from_config=spec_from_config,
-    checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims, fused=True),
+FAMILIES = (
+    Family(
+        architectures=("Phi3ForCausalLM",),
+        spec_from_config=spec_from_config,
+        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxinfer.models.checkpoint_layout import decoder_plan
 from jaxinfer.models.family import (
     Config,
     Family,
@@ -13,11 +12,14 @@ from jaxinfer.models.spec import DecoderSpec
 
 
 def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
-    return llama_like_spec(config, max_model_len, windows=qwen_windows(config), qkv_bias=True)
+    return llama_like_spec(
+        config, max_model_len, windows=qwen_windows(config), attention={"qkv_bias": True}
+    )
 
 
-FAMILY = Family(
-    architectures=("Qwen2ForCausalLM",),
-    spec_from_config=spec_from_config,
-    checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims),
+FAMILIES = (
+    Family(
+        architectures=("Qwen2ForCausalLM",),
+        spec_from_config=spec_from_config,
+    ),
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxinfer.models.checkpoint_layout import decoder_plan
 from jaxinfer.models.family import (
     Config,
     Family,
     llama_like_spec,
     qwen_windows,
+    rms_head_norm,
 )
 from jaxinfer.models.spec import DecoderSpec
 
@@ -18,14 +18,17 @@ def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
         {"head_dim": 128, **config},
         max_model_len,
         windows=qwen_windows(config),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
+        attention={
+            "qkv_bias": attention_bias,
+            "o_bias": attention_bias,
+            "qk_norm": rms_head_norm(config.get("rms_norm_eps", 1e-6)),
+        },
     )
 
 
-FAMILY = Family(
-    architectures=("Qwen3ForCausalLM",),
-    spec_from_config=spec_from_config,
-    checkpoint_plan=lambda config, spec, dims: decoder_plan(spec, dims),
+FAMILIES = (
+    Family(
+        architectures=("Qwen3ForCausalLM",),
+        spec_from_config=spec_from_config,
+    ),
 )
