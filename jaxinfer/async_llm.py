@@ -13,7 +13,7 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
 from jaxinfer.engine.messages import EngineCoreOutputs, Thinking
 from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
-from jaxinfer.frontend.metrics import EngineMetrics
+from jaxinfer.frontend.core_metrics import CoreMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
 from jaxinfer.frontend.processor import PreparedRequest, Prompt
 from jaxinfer.frontend.request_state import RequestState
@@ -63,22 +63,26 @@ class AsyncLLM:
 
     @classmethod
     def from_client(
-        cls, frontend: EngineFrontend, connect: Connect, num_blocks: int | None = None
+        cls, frontend: EngineFrontend, connect: Connect, num_blocks: Sequence[int | None] = (None,)
     ) -> Self:
-        """Over a core that is reached by a client of any kind, and whose KV cache has `num_blocks`, for metrics."""
+        """Over one or several cores that are reached by a client of any kind, and whose KV caches have `num_blocks`,
+        for metrics."""
         llm = cls.__new__(cls)
         llm._connect(frontend, connect, num_blocks)
         return llm
 
     def _start(self, engine: Engine) -> None:
         connect = partial(ThreadClient, engine.core)
-        self._connect(engine.frontend, connect, engine.core.num_blocks)
+        self._connect(engine.frontend, connect, [engine.core.num_blocks])
 
-    def _connect(self, frontend: EngineFrontend, connect: Connect, num_blocks: int | None) -> None:
+    def _connect(
+        self, frontend: EngineFrontend, connect: Connect, num_blocks: Sequence[int | None]
+    ) -> None:
         self.config = frontend.config
         self.processor = frontend.processor
         self.token_text = frontend.token_text
-        self.metrics = EngineMetrics(frontend.config, lambda: self.num_unfinished, num_blocks)
+        self.num_cores = len(num_blocks)
+        self.metrics = CoreMetrics(frontend.config, num_blocks)
         self.observer: Observer = self.metrics
         self._tokenizer = frontend.tokenizer
         self._outputs = OutputProcessor(frontend.token_text)
@@ -145,12 +149,16 @@ class AsyncLLM:
         stream = RequestStream(
             prepared, lambda *output: self.observer.request_output(*output), self._close
         )
-        self.observer.request_added(prepared)
         self._streams.add(stream)
         stream.state = self._outputs.add(prepared, stream.put)
+        core: int | None = None
         try:
-            for core_request in prepared.core_requests:
-                self._client.add_request(core_request)
+            try:
+                # All completions of a prompt go where it is computed once.
+                for core_request in prepared.core_requests:
+                    core = prepared.core = self._client.add_request(core_request, core)
+            finally:
+                self.observer.request_added(prepared)
         except BaseException:
             stream.close()
             raise
@@ -224,14 +232,9 @@ class AsyncLLM:
         """Completions that are waited for."""
         return self._outputs.num_unfinished
 
-    def check_health(self) -> None:
-        """Raises `EngineDeadError` when the engine has failed."""
-        self._client.check_health()
-
-    def reconnect(self, connect: Connect) -> None:
-        """Go on with another core of the same configuration; nothing may be unfinished at the old one."""
-        self._client.shutdown()
-        self._client = connect(self._on_outputs)
+    def check_health(self, core: int | None = None) -> None:
+        """Raises `EngineDeadError` when the engine core of this number has failed, or any."""
+        self._client.check_health(core)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         """The text of a conversation, for `generate` with `add_special_tokens=False`."""

@@ -17,6 +17,7 @@ Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "xxhash"]
 WarmupPolicy = Literal["all", "lazy"]
+DataParallelRouting = Literal["load", "prefix"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """What is reported of output tokens: log probabilities or logits; raw as the model gives them, or processed: what was
 sampled from, after masks, biases, penalties, temperature and filters."""
@@ -111,7 +112,10 @@ class CascadeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
+    """`data_parallel_rank` is the engine's number among several of the same model."""
+
     tensor_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,8 @@ class EngineArgs:
     cascade_min_tokens: int | None = None
     speculative_config: dict[str, Any] | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
     deterministic: bool = False
@@ -232,11 +238,13 @@ class EngineArgs:
             at_least(name, 1)
         for name in ("max_num_batched_tokens", "kv_cache_memory_bytes", "tensor_parallel_size"):
             at_least(name, 1)
+        at_least("data_parallel_size", 1)
         at_least("cascade_min_rows", 2)
         at_least("cascade_min_tokens", 1)
         at_least("grammar_jump_ahead_max_rows", 1)
         for name in ("long_prefill_token_threshold", "max_cache_overtakes", "max_logprobs", "seed"):
             at_least(name, 0)
+        at_least("data_parallel_rank", 0)
         check_declared(self.logits_processors)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
@@ -322,7 +330,7 @@ class EngineArgs:
                 cache_aware=self.cache_aware_scheduling,
                 max_overtakes=self.max_cache_overtakes,
             ),
-            parallel=ParallelConfig(self.tensor_parallel_size),
+            parallel=ParallelConfig(self.tensor_parallel_size, self.data_parallel_rank),
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
             device=device,
             cascade=CascadeConfig(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxinfer.weights.reader import CheckpointReader
 
 
-_GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 """One of these exists where a process can reach an NVIDIA GPU (the last on Windows' Linux)."""
 
 
@@ -59,6 +59,11 @@ def build_engine(args: EngineArgs) -> Engine:
 
     Raises `ValueError` for a model that can't be found, read or run, and for arguments that don't fit it.
     """
+    if args.data_parallel_size > 1:
+        raise ValueError(
+            "data_parallel_size is for `jaxinfer serve`, got "
+            f"{args.data_parallel_size}; in Python, start an engine per process."
+        )
     files = model_files(args)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
         # Much of its work is Rust and needs no GIL, while importing JAX and reading weights leave a core idle.
@@ -77,14 +82,19 @@ def build_core(args: EngineArgs) -> EngineCore:
 
 
 def build_frontend(
-    args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, reader: CheckpointReader
+    args: EngineArgs,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    reader: CheckpointReader,
+    origin: str = "",
 ) -> EngineFrontend:
-    """The part that needs neither."""
+    """The part that needs neither. `origin`: see `Processor`."""
     processor = Processor(
         config.model,
         tokenizer,
         generation_config(args.generation_config, reader),
         use_generation_defaults=args.generation_config != "vllm",
+        origin=origin,
     )
     return EngineFrontend(config, tokenizer, processor, TokenText(tokenizer))
 
@@ -128,7 +138,7 @@ def _build_core(
     """`get_tokenizer` is called when the first grammar needs it."""
     import jax
 
-    if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _GPU_DRIVERS)):
+    if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, GPU_DRIVERS)):
         # Without a driver, JAX's CUDA plugin crashes the process where it is installed.
         jax.config.update("jax_platforms", "cpu")
     # JAX takes three quarters of a GPU by default, and `gpu_memory_utilization` is a fraction of what it takes.

@@ -46,8 +46,8 @@ class EngineCoreClient(Protocol):
         """Whether outputs are still to come."""
         ...
 
-    def check_health(self) -> None:
-        """Raises `EngineDeadError` when the core has failed."""
+    def check_health(self, core: int | None = None) -> None:
+        """Raises `EngineDeadError` when the core of this number has failed, or any."""
         ...
 
     def shutdown(self) -> None:
@@ -95,7 +95,7 @@ class InprocClient:
     def has_unfinished(self) -> bool:
         return self._core.has_unfinished()
 
-    def check_health(self) -> None:
+    def check_health(self, core: int | None = None) -> None:
         self._core.check_alive()
 
     def shutdown(self) -> None:
@@ -147,7 +147,7 @@ class ThreadClient:
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
 
-    def check_health(self) -> None:
+    def check_health(self, core: int | None = None) -> None:
         self._check_thread()
         self._core.check_alive()
 

@@ -95,7 +95,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     When a step can bring several tokens for a request, `num_tokens[i]` says how many of the flat `token_ids`
     belong to `request_ids[i]`. `num_drafted` (by request) says how many tokens were guessed for it and how many of
     them were right. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
-    positions of its prompt) hold only what was asked for. `finished` may name requests that got no token.
+    positions of its prompt) hold only what was asked for. `finished` may name requests that got no token. `core` says
+    which of several cores took the step.
     """
 
     request_ids: list[str] = []
@@ -108,6 +109,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     timestamp: float = 0.0
     stats: SchedulerStats | None = None
     num_drafted: dict[str, tuple[int, int]] = {}
+    core: int = 0
 
     @property
     def is_empty(self) -> bool:

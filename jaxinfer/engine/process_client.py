@@ -103,7 +103,11 @@ class ProcessClient:
             num_waiting = beat.num_waiting + self._num_sent - beat.num_received
         return msgspec.structs.replace(beat, num_waiting=num_waiting)
 
-    def check_health(self) -> None:
+    @property
+    def is_alive(self) -> bool:
+        return self._cause_of_death is None
+
+    def check_health(self, core: int | None = None) -> None:
         with self._lock:
             self._check_alive()
 

@@ -189,6 +189,12 @@ def _cache_groups(config: EngineConfig, spec: DecoderSpec) -> CacheGroups:
     )
 
 
+def _seed(config: EngineConfig) -> int | list[int]:
+    """Of those that bring none: others on every core."""
+    seed, rank = config.model.seed, config.parallel.data_parallel_rank
+    return [seed, rank] if rank else seed
+
+
 def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
     if config.deterministic:
         return BucketLadder.single(TILE_TOKENS[config.device], config.max_blocks_per_seq)
@@ -307,7 +313,7 @@ def _create_runner(
         sampling_rows=SamplingRows(
             num_rows,
             programs.decoder.spec.vocab_size,
-            seed=config.model.seed,
+            seed=_seed(config),
             max_logprobs=config.model.max_logprobs,
             processors=programs.processors,
         ),

@@ -48,7 +48,7 @@ class SamplingRows:
         max_num_seqs: int,
         vocab_size: int,
         *,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         max_logprobs: int = 20,
         processors: LogitsProcessors | None = None,
     ) -> None:

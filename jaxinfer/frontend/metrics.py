@@ -60,11 +60,17 @@ class _Histogram:
 
 class EngineMetrics:
     """`num_unfinished` says whether the engine has anything to do: with nothing, it takes no step that would report that
-    nothing runs. `num_blocks`: of the KV cache, where it is known. For one thread at a time."""
+    nothing runs. `num_blocks`: of the KV cache, where it is known. `core`: the number of the engine core. For one
+    thread at a time."""
 
     def __init__(
-        self, config: EngineConfig, num_unfinished: Callable[[], int], num_blocks: int | None
+        self,
+        config: EngineConfig,
+        num_unfinished: Callable[[], int],
+        num_blocks: int | None,
+        core: int = 0,
     ) -> None:
+        self._core = core
         self.model_name = config.model.served_model_name or config.model.model
         self._config = config
         self._num_blocks = num_blocks
@@ -188,7 +194,7 @@ class EngineMetrics:
     @property
     def labels(self) -> dict[str, str]:
         """Of all metrics."""
-        return {"model_name": self.model_name, "engine": "0"}
+        return {"model_name": self.model_name, "engine": str(self._core)}
 
     def snapshot(self) -> list[metrics.Metric]:
         stats = self._stats if self._num_unfinished() else SchedulerStats()

@@ -27,8 +27,7 @@ class OutputProcessor:
         self._token_text = token_text
         self._completions: dict[str, CompletionState] = {}
         self._requests: dict[str, list[RequestState]] = {}
-        self._last_ids: list[str] | None = None
-        self._last_completions: list[CompletionState | None] = []
+        self._last: dict[int, tuple[list[str], list[CompletionState | None]]] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -87,7 +86,7 @@ class OutputProcessor:
         to_abort: list[str] = []
         token_ids, logprobs = outputs.token_ids, outputs.logprobs
         start = 0
-        for i, completion in enumerate(self._resolve(outputs.request_ids)):
+        for i, completion in enumerate(self._resolve(outputs)):
             begin = start
             start += 1 if outputs.num_tokens is None else outputs.num_tokens[i]
             if completion is None or completion.finish_reason is not None:
@@ -110,12 +109,13 @@ class OutputProcessor:
             self._touch(completion, touched)
         return to_abort
 
-    def _resolve(self, request_ids: list[str]) -> list[CompletionState | None]:
-        """While the batch stays the same, so does the core's list."""
-        if request_ids is not self._last_ids:
-            self._last_ids = request_ids
-            self._last_completions = [self._completions.get(i) for i in request_ids]
-        return self._last_completions
+    def _resolve(self, outputs: EngineCoreOutputs) -> list[CompletionState | None]:
+        """While a core's batch stays the same, so does its list."""
+        ids, completions = self._last.get(outputs.core, (None, []))
+        if outputs.request_ids is not ids:
+            completions = [self._completions.get(i) for i in outputs.request_ids]
+            self._last[outputs.core] = outputs.request_ids, completions
+        return completions
 
     @staticmethod
     def _touch(completion: CompletionState, touched: dict[RequestState, None]) -> None:

@@ -57,6 +57,8 @@ class PreparedRequest:
     sampling_params: SamplingParams
     arrival_time: float
     core_requests: list[EngineCoreRequest]
+    core: int = 0
+    """Which of several engine cores it was given to."""
 
 
 class Processor:
@@ -68,9 +70,10 @@ class Processor:
         tokenizer: Encoder,
         generation_config: dict[str, Any] | None = None,
         use_generation_defaults: bool = True,
+        origin: str = "",
     ) -> None:
         """`generation_config` is the checkpoint's: its end-of-sequence ids always count, its sampling defaults when
-        `use_generation_defaults`."""
+        `use_generation_defaults`. `origin` ends all ids, where several processors send to one core."""
         self._config = config
         self._tokenizer = tokenizer
         generation_config = generation_config or {}
@@ -80,6 +83,7 @@ class Processor:
         )
         """By name, those that the checkpoint sets."""
         self._counter = itertools.count()
+        self._origin = origin
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies when a caller passes no sampling parameters."""
@@ -102,9 +106,9 @@ class Processor:
         text, token_ids = self._token_ids(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         params = self._complete(params, len(token_ids))
-        number = next(self._counter)
+        number = f"{next(self._counter)}{self._origin}"
         core_request = EngineCoreRequest(
-            request_id=str(number) if request_id is None else f"{request_id}#{number}",
+            request_id=number if request_id is None else f"{request_id}#{number}",
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_time=arrival_time,
@@ -115,7 +119,7 @@ class Processor:
             thinking=thinking,
         )
         return PreparedRequest(
-            request_id=str(number) if request_id is None else request_id,
+            request_id=number if request_id is None else request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             sampling_params=params,

@@ -23,7 +23,7 @@ def build_app(
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = Serving(llm, settings)
     llm.metrics.model_name = serving.model
-    metrics = Metrics(llm.metrics, lambda: llm.check_health())
+    metrics = Metrics(llm.metrics, lambda core: llm.check_health(core))
     if tracing is not None:
         llm.observer = Observers(llm.metrics, tracing)
     for router in (

@@ -9,9 +9,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from jaxinfer.config import HEARTBEAT_TIMEOUT, EngineArgs
+from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting, EngineArgs
 from jaxinfer.server.parser_args import add_parser_args, parser_settings
 from jaxinfer.server.settings import ServerSettings
 
@@ -22,7 +22,7 @@ DEV_MODE_VARIABLE = "JAXINFER_SERVER_DEV_MODE"
 @dataclass(frozen=True, slots=True)
 class ListenArgs:
     """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes.
-    `engine_heartbeat_timeout`: see `CoreProcess`."""
+    `engine_heartbeat_timeout`: see `CoreProcess`. `data_parallel_routing`: see `LoadBalancer`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -38,6 +38,7 @@ class ListenArgs:
     shutdown_timeout: int = 30
     restart_engine: bool = False
     engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    data_parallel_routing: DataParallelRouting = "load"
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,14 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         default=default.engine_heartbeat_timeout,
         metavar="SECONDS",
         help="an engine core that is silent for so long is killed; compilations don't count; 0: never (default: %(default)s)",
+    )
+
+    listen.add_argument(
+        "--data-parallel-routing",
+        default=default.data_parallel_routing,
+        choices=get_args(DataParallelRouting),
+        help="load: requests go to the engine core that has least to do; prefix: where their beginning was computed "
+        "last, unless that is overloaded (default: %(default)s)",
     )
 
     _add_chat_args(parser)

@@ -22,15 +22,16 @@ from prometheus_client.registry import Collector
 
 from jaxinfer import metrics
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.frontend.metrics import PREFIX, EngineMetrics
+from jaxinfer.frontend.core_metrics import CoreMetrics
+from jaxinfer.frontend.metrics import PREFIX
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics(Collector):
-    """`check_health` raises `EngineDeadError` when the engine has died."""
+    """`check_health` raises `EngineDeadError` when the engine core of this number has died."""
 
-    def __init__(self, engine: EngineMetrics, check_health: Callable[[], None]) -> None:
+    def __init__(self, engine: CoreMetrics, check_health: Callable[[int], None]) -> None:
         self._engine = engine
         self._check_health = check_health
         self._registry = CollectorRegistry()
@@ -45,21 +46,22 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
-        for metric in [self._is_up(), *self._engine.snapshot()]:
+        for metric in [*self._are_up(), *self._engine.snapshot()]:
             family = families.get(metric.name)
             if family is None:
                 family = families[metric.name] = _family(metric)
             _add(family, metric)
         yield from families.values()
 
-    def _is_up(self) -> metrics.Gauge:
-        try:
-            self._check_health()
-            is_up = 1
-        except EngineDeadError:
-            is_up = 0
-        text = "1, or 0 when the engine core has died"
-        return metrics.Gauge(f"{PREFIX}engine_up", self._engine.labels, is_up, text=text)
+    def _are_up(self) -> Iterator[metrics.Gauge]:
+        for number, core in enumerate(self._engine.cores):
+            try:
+                self._check_health(number)
+                is_up = 1
+            except EngineDeadError:
+                is_up = 0
+            text = "1, or 0 when the engine core has died"
+            yield metrics.Gauge(f"{PREFIX}engine_up", core.labels, is_up, text=text)
 
     def describe(self) -> Iterable[Family]:
         """Nothing is checked for duplicates at registration."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from functools import partial
 
-from jaxinfer.async_llm import AsyncLLM
-from jaxinfer.config import EngineArgs
-from jaxinfer.engine.core_handle import CoreProcess
+from jaxinfer.engine.core_group import CoreGroup
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.process_client import ProcessClient
+from jaxinfer.remote_core import CoreStarter
 
 logger = logging.getLogger(__name__)
 
@@ -19,21 +17,19 @@ CHECK_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
 
 
-async def restart_when_dead(
-    llm: AsyncLLM, args: EngineArgs, command: Sequence[str], heartbeat_timeout: float
-) -> None:
+async def restart_when_dead(cores: CoreGroup, core: int, starter: CoreStarter) -> None:
     """Runs until cancelled. A core that can't start is tried again after a pause that doubles each time."""
     pause = CHECK_SECONDS
     while True:
         await asyncio.sleep(pause)
         try:
-            llm.check_health()
+            cores.check_health(core)
         except EngineDeadError as error:
             logger.warning("%s A new one is started.", error)
         else:
             pause = CHECK_SECONDS
             continue
-        process = CoreProcess(command, args, heartbeat_timeout)
+        process = starter.start(core)
         try:
             ready = await asyncio.to_thread(process.wait_ready)
         except (EngineDeadError, ValueError) as error:
@@ -43,5 +39,5 @@ async def restart_when_dead(
         except asyncio.CancelledError:
             process.kill()
             raise
-        llm.reconnect(partial(ProcessClient, process, ready))
+        await asyncio.to_thread(cores.replace, core, partial(ProcessClient, process, ready))
         logger.info("The engine core serves again.")

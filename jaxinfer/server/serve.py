@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.cache_demand import CacheDemand
-from jaxinfer.remote_core import RemoteEngine, start_remote_engine
+from jaxinfer.engine.ipc import Ready
+from jaxinfer.remote_core import CoreStarter, RemoteEngine, start_remote_engine
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
 from jaxinfer.server.restart import restart_when_dead
@@ -38,15 +39,18 @@ def serve(
     as `start_remote_engine`.
     """
     with contextlib.closing(_bind(listen)) as bound, _tracing(settings) as tracing:
-        timeout = listen.engine_heartbeat_timeout
-        engine = start_remote_engine(args, command, timeout)
+        starter = CoreStarter(args, command, listen.engine_heartbeat_timeout)
+        engine = start_remote_engine(starter, listen.data_parallel_routing)
         llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine, settings, listen, bound)
             app = build_app(llm, settings, tracing=tracing)
             server = _Server(_uvicorn_config(app, listen), ready)
-            if listen.restart_engine:
-                server.background.append(partial(restart_when_dead, llm, args, command, timeout))
+            if listen.restart_engine and engine.cores is not None:
+                server.background += [
+                    partial(restart_when_dead, engine.cores, core, starter)
+                    for core in range(args.data_parallel_size)
+                ]
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve([bound]))
         finally:
@@ -144,13 +148,17 @@ def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
 def _ready_line(
     engine: RemoteEngine, settings: ServerSettings, listen: ListenArgs, bound: socket.socket
 ) -> str:
-    config = engine.frontend.config
-    model, cache = config.model, config.cache
-    room = CacheDemand.of(config).num_requests(engine.num_blocks - 1, config.max_blocks_per_seq)
     scheme = "https" if listen.ssl_certfile else "http"
     where = listen.uds or f"{scheme}://{listen.host}:{bound.getsockname()[1]}"
+    return f"{settings.served_model_name[0]} is ready at {where}: {_describe_caches(engine.ready)}"
+
+
+def _describe_caches(ready: Sequence[Ready]) -> str:
+    """One line; all cores are built alike."""
+    config, num_blocks = ready[0].config, ready[0].num_blocks
+    room = CacheDemand.of(config).num_requests(num_blocks - 1, config.max_blocks_per_seq)
+    cores = "" if len(ready) == 1 else f"{len(ready)} engine cores, each with a "
     return (
-        f"{settings.served_model_name[0]} is ready at {where}: KV cache of {engine.num_blocks} blocks of "
-        f"{cache.block_size} tokens, room for {room:.1f} requests of "
-        f"{model.max_model_len} tokens."
+        f"{cores}KV cache of {ready[0].num_blocks} blocks of {config.cache.block_size} tokens, room for "
+        f"{room:.1f} requests of {config.model.max_model_len} tokens."
     )

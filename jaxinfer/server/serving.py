@@ -181,7 +181,7 @@ class Serving:
         limit = self.settings.max_num_queued_reqs
         if limit is None:
             return
-        running = self.llm.config.scheduler.max_num_seqs
+        running = self.llm.config.scheduler.max_num_seqs * self.llm.num_cores
         if self.llm.num_unfinished + num_new > running + limit:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,

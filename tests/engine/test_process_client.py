@@ -195,7 +195,7 @@ def test_a_hanging_core_is_noticed_and_killed(how):
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     client = ProcessClient(process, process.wait_ready(), outputs.put, on_death=deaths.put)
     if how != "idle":
-        client.add_request(make_request("a", 3, ignore_eos=True))
+        client.add_request(make_request("a", 3, max_tokens=1400))
     if how == "stopped":
         outputs.get(timeout=LIMIT)
     if how != "step":

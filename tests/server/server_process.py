@@ -30,9 +30,25 @@ class ServerProcess:
 
     @property
     def core_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        [pid] = children.read_text().split()
-        return int(pid)
+        [pid] = self.core_pids
+        return pid
+
+    @property
+    def core_pids(self) -> list[int]:
+        return self._children("core_main")
+
+    def _children(self, program: str) -> list[int]:
+        """Those that run it, in the order of their start."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = sorted(int(pid) for task in tasks for pid in task.read_text().split())
+        return [pid for pid in pids if program in _command_line(pid)]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""The numbers of several engine cores, each by itself: of its steps, and of the requests that it got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from jaxinfer import metrics
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.messages import EngineCoreOutputs
+from jaxinfer.frontend.metrics import EngineMetrics
+from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.outputs import RequestOutput
+
+
+class CoreMetrics:
+    """An `EngineMetrics` per core; `num_blocks` are those of their KV caches, where they are known."""
+
+    def __init__(self, config: EngineConfig, num_blocks: Sequence[int | None]) -> None:
+        self._num_open = [0] * len(num_blocks)
+        self.cores = [
+            EngineMetrics(config, partial(self._num_open.__getitem__, core), blocks, core)
+            for core, blocks in enumerate(num_blocks)
+        ]
+
+    @property
+    def model_name(self) -> str:
+        return self.cores[0].model_name
+
+    @model_name.setter
+    def model_name(self, name: str) -> None:
+        for core in self.cores:
+            core.model_name = name
+
+    def request_added(self, request: PreparedRequest) -> None:
+        self._num_open[request.core] += 1
+        self.cores[request.core].request_added(request)
+
+    def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
+        if output.finished:
+            self._num_open[request.core] -= 1
+        self.cores[request.core].request_output(request, output)
+
+    def step(self, outputs: EngineCoreOutputs) -> None:
+        self.cores[outputs.core].step(outputs)
+
+    def snapshot(self) -> list[metrics.Metric]:
+        return [metric for core in self.cores for metric in core.snapshot()]
