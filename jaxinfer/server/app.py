@@ -8,7 +8,16 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.async_llm import AsyncLLM
-from jaxinfer.server import chat, completions, dev_mode, errors, middleware, status, tokens
+from jaxinfer.server import (
+    chat,
+    completions,
+    dev_mode,
+    errors,
+    middleware,
+    responses,
+    status,
+    tokens,
+)
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
@@ -29,6 +38,7 @@ def build_app(
     for router in (
         completions.router(serving),
         chat.router(serving),
+        responses.router(serving),
         tokens.router(serving),
         status.router(serving, metrics),
     ):

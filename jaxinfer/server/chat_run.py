@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.engine.messages import Thinking
+from jaxinfer.frontend.tool_parsers import ContentPiece
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import RequestOutputKind
@@ -153,7 +154,8 @@ class ChatRun:
     def pieces(self, completion: CompletionOutput) -> list[MessagePiece]:
         """What is new in a DELTA output, or all of a final one."""
         parser = self._parsers[completion.index]
-        assert parser is not None
+        if parser is None:
+            return [ContentPiece(completion.text)] if completion.text else []
         pieces = parser.feed(completion.text)
         return pieces if completion.finish_reason is None else pieces + parser.finish()
 

@@ -123,3 +123,10 @@ class MessageFields:
         if self.calls:
             found["tool_calls"] = self.tool_calls()
         return found
+
+    def message(self) -> dict[str, Any]:
+        """As a message of the assistant in a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        return message | ({"tool_calls": self.tool_calls()} if self.calls else {})

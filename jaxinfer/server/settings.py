@@ -18,6 +18,7 @@ class ServerSettings:
     `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
     `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_body_bytes`: longer bodies are refused with 413.
+    `max_stored_responses`, `max_stored_response_bytes`: what is kept of `/v1/responses`, for requests that go on from it.
     """
 
     served_model_name: tuple[str, ...]
@@ -43,6 +44,8 @@ class ServerSettings:
     dev_mode: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 32 * 2**20
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for parsers that aren't there."""
