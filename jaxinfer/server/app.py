@@ -13,6 +13,7 @@ from jaxinfer.server import (
     completions,
     dev_mode,
     errors,
+    messages,
     middleware,
     responses,
     status,
@@ -39,6 +40,7 @@ def build_app(
         completions.router(serving),
         chat.router(serving),
         responses.router(serving),
+        messages.router(serving),
         tokens.router(serving),
         status.router(serving, metrics),
     ):

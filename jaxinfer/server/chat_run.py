@@ -95,6 +95,14 @@ class ChatRun:
         self.usage.num_prompt = len(prepared.prompt_token_ids)
         return serving.submit([prepared])[0]
 
+    def count_prompt(self) -> int:
+        """The prompt's tokens."""
+        tokenizer, special = self._serving.llm.get_tokenizer(), self._request.add_special_tokens
+        try:
+            return len(tokenizer.encode(self._prompt, add_special_tokens=special))
+        except ValueError as error:
+            raise BadRequest(str(error), param="messages") from error
+
     @property
     def _needs_special_tokens(self) -> bool:
         """Whether the parsers have to see them."""

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError
@@ -47,8 +48,32 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        return json_response(self.body, self.status, self.headers)
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """As Anthropic's clients expect it."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_KINDS.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, scope: Scope) -> Response:
+        """In the form of the API that a request is for."""
+        is_messages = api_path(scope).startswith("/v1/messages")
+        body = self.messages_body if is_messages else self.body
+        return json_response(body, self.status, self.headers)
+
+
+def api_path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+_MESSAGES_KINDS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
 
 
 class BadRequest(ApiError):
@@ -107,14 +132,14 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    async def known(_: Request, error: Exception) -> Response:
-        return to_api_error(error).response()
+    async def known(request: Request, error: Exception) -> Response:
+        return to_api_error(error).response(request.scope)
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _validation_error(error).response()
+        return _validation_error(error).response(request.scope)
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
         return ApiError(
@@ -122,7 +147,7 @@ def install(app: FastAPI) -> None:
             str(error.detail),
             kind=_KINDS.get(status, "invalid_request_error"),
             headers=dict(error.headers or {}),
-        ).response()
+        ).response(request.scope)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

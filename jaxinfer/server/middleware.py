@@ -12,12 +12,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxinfer.server.errors import ApiError
+from jaxinfer.server.errors import ApiError, api_path
 from jaxinfer.server.serving import Serving
 
 
 class ApiKeys:
-    """`/v1` needs one of the keys as a bearer token; everything else is open, for probes and scrapers."""
+    """`/v1` needs one of the keys, as a bearer token or as Anthropic's clients give it, in `x-api-key`; everything else is open, for probes and scrapers."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -27,11 +27,12 @@ class ApiKeys:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or not _is_api(scope):
             await self._app(scope, receive, send)
             return
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = token.encode()
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
         # Every key is compared, each in constant time, so that timing tells nothing.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if scheme.lower() == "bearer" and any(matches):
+        if any(matches):
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -40,11 +41,11 @@ class ApiKeys:
             kind="authentication_error",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
 
 def _is_api(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = api_path(scope)
     return path == "/v1" or path.startswith("/v1/")
 
 
@@ -61,7 +62,7 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
-            await self._error().response()(scope, receive, send)
+            await self._error().response(scope)(scope, receive, send)
             return
         num_bytes = 0
 
