@@ -110,9 +110,10 @@ CASES: dict[str, tuple[StructuredOutputsParams, Callable[[str], None]]] = {
 
 
 PROMPTS = {
-    # Without an example, SmolLM2 nests its nodes as deep as there is room.
     "recursive": '{"value": 4, "next": null}\n{"value": 71, "next": {"value": 6, "next": null}}\n'
 }
+PENALTIES = {"recursive": 0.5}
+"""On tokens by how often they came: SmolLM2 repeats itself, and would nest its nodes as deep as there is room."""
 
 
 def sampling(params: StructuredOutputsParams, **more: Any) -> SamplingParams:
@@ -123,7 +124,10 @@ def sampling(params: StructuredOutputsParams, **more: Any) -> SamplingParams:
 def draw(llm: LLM, names: Sequence[str], count: int) -> dict[str, list[str]]:
     """`count` samples of each case, all of them in one run."""
     prompts = [PROMPTS.get(name, "Somebody, with a city and some numbers:\n") for name in names]
-    params = [sampling(CASES[name][0], n=count, seed=i) for i, name in enumerate(names)]
+    params = [
+        sampling(CASES[name][0], n=count, seed=i, frequency_penalty=PENALTIES.get(name, 0.0))
+        for i, name in enumerate(names)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert {c.finish_reason for output in outputs for c in output.outputs} == {"stop"}
     return {
