@@ -53,6 +53,7 @@ class CoreGroup:
         loads = {core: c.load for core, c in live if c is not None and c.is_alive}
         if not loads:
             self.check_health()
+            raise EngineDeadError("All engine cores have died.")
         return self._balancer.choose(request, loads)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -99,6 +100,12 @@ class CoreGroup:
 
     def has_unfinished(self) -> bool:
         return any(client is not None and client.has_unfinished() for client in self._clients)
+
+    @property
+    def num_unfinished(self) -> int:
+        """At all cores, by whomever they were sent, as they last reported."""
+        loads = [client.load for client in self._clients if client is not None and client.is_alive]
+        return sum(load.num_running + load.num_waiting for load in loads)
 
     def check_health(self, core: int | None = None) -> None:
         for one in range(len(self._clients)) if core is None else (core,):

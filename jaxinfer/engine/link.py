@@ -62,12 +62,13 @@ class Link[Sent, Received]:
         """Makes the other side's end something that can be polled. Once, from any thread."""
         os.write(self._end, b"x")
 
-    def close(self) -> None:
-        """After the thread that receives has ended, and whoever calls `end`. May be called again."""
+    def close(self, linger: float = 0.0) -> None:
+        """After the thread that receives has ended, and whoever calls `end`. May be called again. What was sent last has
+        `linger` seconds to leave."""
         with self._lock:
             if self._to.closed:
                 return
-            self._to.close(0)
+            self._to.close(int(1000 * linger))
         self._from.close(0)
         self._context.term()
         os.close(self._ended)

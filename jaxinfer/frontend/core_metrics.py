@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from jaxinfer import metrics
@@ -14,12 +14,20 @@ from jaxinfer.outputs import RequestOutput
 
 
 class CoreMetrics:
-    """An `EngineMetrics` per core; `num_blocks` are those of their KV caches, where they are known."""
+    """An `EngineMetrics` per core; `num_blocks` are those of their KV caches, where they are known. `num_open` says how
+    much a core has to do, where this doesn't hear of requests."""
 
-    def __init__(self, config: EngineConfig, num_blocks: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: Sequence[int | None],
+        num_open: Callable[[int], int] | None = None,
+    ) -> None:
         self._num_open = [0] * len(num_blocks)
         self.cores = [
-            EngineMetrics(config, partial(self._num_open.__getitem__, core), blocks, core)
+            EngineMetrics(
+                config, partial(num_open or self._num_open.__getitem__, core), blocks, core
+            )
             for core, blocks in enumerate(num_blocks)
         ]
 

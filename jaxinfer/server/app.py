@@ -19,21 +19,25 @@ from jaxinfer.server import (
     status,
     tokens,
 )
-from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.tracing import Observers, TraceContext, Tracing
 
 
 def build_app(
-    llm: AsyncLLM, settings: ServerSettings, *, tracing: Tracing | None = None
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    *,
+    tracing: Tracing | None = None,
+    serving: Serving | None = None,
+    numbers: status.Numbers | None = None,
 ) -> FastAPI:
-    """The application over an engine that runs. It leaves the shutdown of the engine and of `tracing` to its caller."""
+    """The application over an engine that runs. It leaves the shutdown of the engine and of `tracing` to its caller.
+    `serving` and `numbers` are its own where there is no other process."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
-    serving = Serving(llm, settings)
+    serving = serving or Serving(llm, settings)
     llm.metrics.model_name = serving.model
-    metrics = Metrics(llm.metrics, lambda core: llm.check_health(core))
     if tracing is not None:
         llm.observer = Observers(llm.metrics, tracing)
     for router in (
@@ -42,7 +46,7 @@ def build_app(
         responses.router(serving),
         messages.router(serving),
         tokens.router(serving),
-        status.router(serving, metrics),
+        status.router(serving, numbers or status.OwnNumbers(serving)),
     ):
         app.include_router(router)
     if settings.dev_mode:

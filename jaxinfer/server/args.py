@@ -9,10 +9,11 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting, EngineArgs
 from jaxinfer.server.parser_args import add_parser_args, parser_settings
+from jaxinfer.server.process_args import add_process_args, check_process_args
 from jaxinfer.server.settings import ServerSettings
 
 API_KEY_VARIABLE = "JAXINFER_API_KEY"
@@ -22,7 +23,8 @@ DEV_MODE_VARIABLE = "JAXINFER_SERVER_DEV_MODE"
 @dataclass(frozen=True, slots=True)
 class ListenArgs:
     """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes.
-    `engine_heartbeat_timeout`: see `CoreProcess`. `data_parallel_routing`: see `LoadBalancer`."""
+    `engine_heartbeat_timeout`: see `CoreProcess`. `data_parallel_routing`: see `LoadBalancer`.
+    `api_server_count` processes answer HTTP."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -39,6 +41,7 @@ class ListenArgs:
     restart_engine: bool = False
     engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     data_parallel_routing: DataParallelRouting = "load"
+    api_server_count: int = 1
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
@@ -70,27 +73,7 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         help="for running requests to finish after SIGTERM (default: %(default)s)",
     )
 
-    listen.add_argument(
-        "--restart-engine",
-        action="store_true",
-        help="start a new engine core when one dies; without, /health stays 503",
-    )
-    listen.add_argument(
-        "--engine-heartbeat-timeout",
-        type=float,
-        default=default.engine_heartbeat_timeout,
-        metavar="SECONDS",
-        help="an engine core that is silent for so long is killed; compilations don't count; 0: never (default: %(default)s)",
-    )
-
-    listen.add_argument(
-        "--data-parallel-routing",
-        default=default.data_parallel_routing,
-        choices=get_args(DataParallelRouting),
-        help="load: requests go to the engine core that has least to do; prefix: where their beginning was computed "
-        "last, unless that is overloaded (default: %(default)s)",
-    )
-
+    add_process_args(parser, default)
     _add_chat_args(parser)
 
     traces = parser.add_argument_group("traces")
@@ -211,9 +194,7 @@ def listen_args(parsed: argparse.Namespace) -> ListenArgs:
         raise ValueError(f"port must be in [0, 65535], got {parsed.port}.")
     if parsed.shutdown_timeout < 0:
         raise ValueError(f"shutdown_timeout must be at least 0, got {parsed.shutdown_timeout}.")
-    heartbeat_timeout = parsed.engine_heartbeat_timeout
-    if not 0 <= heartbeat_timeout < float("inf"):
-        raise ValueError(f"engine_heartbeat_timeout must be at least 0, got {heartbeat_timeout}.")
+    check_process_args(parsed)
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         path = getattr(parsed, name)
         if path is not None and not Path(path).is_file():
@@ -234,7 +215,8 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         allowed_origins=tuple(parsed.allowed_origins),
         allowed_methods=tuple(parsed.allowed_methods),
         allowed_headers=tuple(parsed.allowed_headers),
-        middleware=tuple(_middleware(path) for path in parsed.middleware),
+        middleware=tuple(load_middleware(path) for path in parsed.middleware),
+        middleware_paths=tuple(parsed.middleware),
         dev_mode=_is_set(DEV_MODE_VARIABLE),
         **{
             name: getattr(parsed, name)
@@ -275,7 +257,8 @@ def _is_set(variable: str) -> bool:
     return value == "1"
 
 
-def _middleware(path: str) -> Any:
+def load_middleware(path: str) -> Any:
+    """Raises `ValueError` where there is none."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ValueError(f"middleware must have the form MODULE:OBJECT, got {path!r}.")

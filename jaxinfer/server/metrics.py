@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import (
@@ -22,23 +23,35 @@ from prometheus_client.registry import Collector
 
 from jaxinfer import metrics
 from jaxinfer.engine.errors import EngineDeadError
-from jaxinfer.frontend.core_metrics import CoreMetrics
-from jaxinfer.frontend.metrics import PREFIX
+from jaxinfer.frontend.metrics import PREFIX, EngineMetrics
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
-class Metrics(Collector):
-    """`check_health` raises `EngineDeadError` when the engine core of this number has died."""
+class Source(Protocol):
+    """`cores`: one for each engine core, with the labels of its metrics."""
 
-    def __init__(self, engine: CoreMetrics, check_health: Callable[[int], None]) -> None:
+    @property
+    def cores(self) -> Sequence[EngineMetrics]: ...
+
+    def snapshot(self) -> list[metrics.Metric]: ...
+
+
+class Metrics(Collector):
+    """`check_health` raises `EngineDeadError` when the engine core of this number has died. The process's own numbers
+    are left out where it is not `alone`: those of one of several would mean nothing."""
+
+    def __init__(
+        self, engine: Source, check_health: Callable[[int], None], *, alone: bool = True
+    ) -> None:
         self._engine = engine
         self._check_health = check_health
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
+        if alone:
+            ProcessCollector(registry=self._registry)
+            PlatformCollector(registry=self._registry)
+            GCCollector(registry=self._registry)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

@@ -44,9 +44,11 @@ def add_parser_args(parser: argparse.ArgumentParser) -> None:
 
 def parser_settings(parsed: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ServerSettings`. Raises `ValueError` for a file that can't be run."""
+    plugins: list[str] = []
     for name in ("tool_parser_plugin", "reasoning_parser_plugin"):
         path = getattr(parsed, name)
         if path is not None:
+            plugins.append(path)
             try:
                 load_plugin(path)
             except ValueError as error:
@@ -57,4 +59,4 @@ def parser_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         "exclude_tools_when_tool_choice_none",
         "reasoning_parser",
     )
-    return {name: getattr(parsed, name) for name in names}
+    return {"plugins": tuple(plugins), **{name: getattr(parsed, name) for name in names}}

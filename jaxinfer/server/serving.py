@@ -33,11 +33,13 @@ _THREAD_ABOVE_CHARS = 16_384
 
 @dataclass(slots=True)
 class Serving:
-    """`num_active` HTTP requests are being answered."""
+    """`num_active` HTTP requests are being answered. `num_elsewhere`: how many completions the cores have to do, those
+    of other processes included, where there are any."""
 
     llm: AsyncLLM
     settings: ServerSettings
     num_active: int = 0
+    num_elsewhere: Callable[[], int] = int
     reasoning: Reasoning | None = field(init=False, default=None)
     """Set where a reasoning parser is."""
 
@@ -182,7 +184,7 @@ class Serving:
         if limit is None:
             return
         running = self.llm.config.scheduler.max_num_seqs * self.llm.num_cores
-        if self.llm.num_unfinished + num_new > running + limit:
+        if max(self.llm.num_unfinished, self.num_elsewhere()) + num_new > running + limit:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"The queue is full: at most {limit} completions may wait.",

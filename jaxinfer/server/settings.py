@@ -15,7 +15,8 @@ class ServerSettings:
     """vLLM's names and meanings. `served_model_name`: the names a request may use, the first is reported.
 
     `max_num_queued_reqs`: completions that may wait while all `max_num_seqs` run; more are refused with 503.
-    `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`. `dev_mode`: the routes of
+    `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`; `middleware_paths`: where they
+    were found, and `plugins`: files that were run for their parsers, for another process. `dev_mode`: the routes of
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
     `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_body_bytes`: longer bodies are refused with 413.
     `max_stored_responses`, `max_stored_response_bytes`: what is kept of `/v1/responses`, for requests that go on from it.
@@ -41,6 +42,8 @@ class ServerSettings:
     enable_log_requests: bool = False
     max_num_queued_reqs: int | None = None
     middleware: tuple[Any, ...] = ()
+    middleware_paths: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
     dev_mode: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 32 * 2**20

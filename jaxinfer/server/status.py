@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from fastapi import APIRouter, Response
 
 from jaxinfer.server.errors import json_response
@@ -9,7 +11,34 @@ from jaxinfer.server.metrics import CONTENT_TYPE, Metrics
 from jaxinfer.server.serving import Serving, now
 
 
-def router(serving: Serving, metrics: Metrics) -> APIRouter:
+class Numbers(Protocol):
+    """Of the whole server, however many processes it has."""
+
+    async def metrics(self) -> bytes:
+        """In Prometheus' text format."""
+        ...
+
+    async def num_active(self) -> int:
+        """Requests that are being answered."""
+        ...
+
+
+class OwnNumbers:
+    """Where this process is all there is."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        llm = serving.llm
+        self._metrics = Metrics(llm.metrics, lambda core: llm.check_health(core))
+
+    async def metrics(self) -> bytes:
+        return self._metrics.render()
+
+    async def num_active(self) -> int:
+        return self._serving.num_active
+
+
+def router(serving: Serving, numbers: Numbers) -> APIRouter:
     routes = APIRouter()
     created = now()
 
@@ -32,11 +61,11 @@ def router(serving: Serving, metrics: Metrics) -> APIRouter:
     @routes.get("/load", response_model=None)
     async def load() -> Response:
         """Requests that are being answered."""
-        return json_response({"server_load": serving.num_active})
+        return json_response({"server_load": await numbers.num_active()})
 
     @routes.get("/metrics", response_model=None)
     async def show_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await numbers.metrics(), media_type=CONTENT_TYPE)
 
     def card(name: str) -> dict[str, object]:
         return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -12,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -131,6 +134,20 @@ def _attributes(request: PreparedRequest, output: RequestOutput) -> dict[str, An
                 "gen_ai.latency.time_in_model_inference": last - scheduled,
             }
     return {name: value for name, value in found.items() if value is not None}
+
+
+@contextlib.contextmanager
+def open_tracing(settings: ServerSettings) -> Iterator[Tracing | None]:
+    """None where no traces are wanted. Raises as `otlp_exporter`."""
+    if settings.otlp_traces_endpoint is None:
+        yield None
+        return
+    exporter = otlp_exporter(settings.otlp_traces_endpoint)
+    tracing = Tracing(exporter, settings.served_model_name[0])
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()
 
 
 class TraceContext:

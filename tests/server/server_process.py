@@ -37,6 +37,10 @@ class ServerProcess:
     def core_pids(self) -> list[int]:
         return self._children("core_main")
 
+    @property
+    def api_pids(self) -> list[int]:
+        return self._children("api_main")
+
     def _children(self, program: str) -> list[int]:
         """Those that run it, in the order of their start."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")

@@ -1,0 +1,271 @@
+"""Several API server processes over several engine cores; the cores have the fake device, or a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxinfer import metrics
+from jaxinfer.server.control import Report
+from jaxinfer.server.shared_metrics import SharedMetrics, report
+from tests.engine.fake_executor import make_config
+from tests.frontend.story_engine import TOKENIZER, continuation
+from tests.server.server_process import ROOT, ServerProcess, server_process
+from tests.server.story_server import parse_events
+from tests.server.test_data_parallel import LIMIT, LONG, by_engine
+from tests.server.test_serve_process import MAIN, TEXT, client, story, stream
+from tests.tiny_llm import SMALL, ids, oracle_greedy, tiny_llm_dir
+from tests.tiny_llm import TOKENIZER as TINY
+
+FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--restart-engine")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("story")
+    TOKENIZER.save(directory)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+async def fresh(server: ServerProcess, path: str) -> httpx.Response:
+    """Over a connection of its own, which either process may get."""
+    async with client(server) as http:
+        return await http.get(path)
+
+
+async def shown(server: ServerProcess, name: str) -> float:
+    """A metric's sum over both engines."""
+    return sum(by_engine((await fresh(server, "/metrics")).text, name).values())
+
+
+async def eventually(check) -> None:
+    end = time.monotonic() + LIMIT
+    while not await check():
+        assert time.monotonic() < end
+
+
+def start_streams(http: httpx.AsyncClient, count: int, **body):
+    """Their tasks, once each has begun."""
+
+    async def begin():
+        starts = [asyncio.Event() for _ in range(count)]
+        tasks = [asyncio.create_task(stream(http, event, **body)) for event in starts]
+        await asyncio.gather(*(event.wait() for event in starts))
+        return tasks
+
+    return begin()
+
+
+async def answers_and_exact_counts(server: ServerProcess) -> None:
+    async with client(server) as http:
+        tasks = [
+            asyncio.create_task(stream(http, asyncio.Event(), max_tokens=9)) for _ in range(24)
+        ]
+        for text in await asyncio.gather(*tasks):
+            choices = [event["choices"][0] for event in parse_events(text)]
+            assert "".join(c["text"] for c in choices) == continuation(4, 9)
+    steps = set()
+    for _ in range(6):
+        text = (await fresh(server, "/metrics")).text
+        for name, total in (
+            ("request_success_total", 24),
+            ("generation_tokens_total", 24 * 9),
+            ("prompt_tokens_total", 24 * 4),
+            ("time_to_first_token_seconds_count", 24),
+            ("e2e_request_latency_seconds_count", 24),
+            ("num_requests_running", 0),
+            ("engine_up", 2),
+        ):
+            counts = by_engine(text, name)
+            assert counts.keys() == {"0", "1"} and sum(counts.values()) == total, name
+        tokens = by_engine(text, "iteration_tokens_total_sum")
+        # Each request's prompt, and all of its tokens but the last; what was cached wasn't computed.
+        assert sum(tokens.values()) == 24 * (4 + 8)
+        assert min(by_engine(text, "request_success_total").values()) > 0
+        steps.add(tuple(by_engine(text, "engine_steps_total").values()))
+        assert text.count("\njaxinfer:num_requests_running{") == 2
+        assert "process_cpu" not in text
+    assert len(steps) == 1
+    for pid in server.api_pids:
+        assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def an_api_server_dies(server: ServerProcess) -> None:
+    old = server.api_pids
+    assert len(old) == 2
+    async with client(server) as http:
+        tasks = await start_streams(http, 24, **LONG)
+        assert (await fresh(server, "/load")).json() == {"server_load": 24}
+
+        async def all_run() -> bool:
+            return await shown(server, "num_requests_running") == 24
+
+        await eventually(all_run)
+        os.kill(old[0], signal.SIGKILL)
+        cut, running = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=0.2)
+        cut = {task for task in tasks if task.done()}
+        assert cut and running
+        assert all(isinstance(task.exception(), httpx.HTTPError) for task in cut)
+
+        async def orphans_are_gone() -> bool:
+            return await shown(server, "num_requests_running") == len(tasks) - len(cut)
+
+        await eventually(orphans_are_gone)
+        assert await shown(server, "request_success_total") == 24
+
+        async def both_are_there() -> bool:
+            return len(server.api_pids) == 2 and old[0] not in server.api_pids
+
+        await eventually(both_are_there)
+        assert old[1] in server.api_pids and not any(t.done() for t in tasks if t not in cut)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def nothing_is_left() -> bool:
+        return await shown(server, "num_requests_running") == 0
+
+    await eventually(nothing_is_left)
+    aborted = await shown(server, "request_success_total") - 24
+    assert aborted == len(tasks) - len(cut)
+
+
+async def a_core_dies(server: ServerProcess) -> None:
+    old = server.core_pids[0]
+    async with client(server) as http:
+        tasks = await start_streams(http, 16, **LONG)
+        os.kill(old, signal.SIGKILL)
+        killed = time.monotonic()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert time.monotonic() - killed < 2
+
+        async def one_is_not_healthy() -> bool:
+            return (await fresh(server, "/health")).status_code == 503
+
+        await eventually(one_is_not_healthy)
+        assert (await fresh(server, "/metrics")).text.count("\njaxinfer:engine_up{") == 2
+        answer = await http.post(TEXT, json=dict(prompt="once", max_tokens=5))
+        assert answer.json()["choices"][0]["text"] == continuation(4, 5)
+        failed = [task for task in tasks if task.done()]
+        for task in failed:
+            error = parse_events(task.result())[-1]["error"]
+            assert "Engine core 0's process was killed by signal 9" in error["message"]
+        running = [task for task in tasks if not task.done()]
+        assert failed and running
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def all_are_healthy() -> bool:
+        statuses = {(await fresh(server, "/health")).status_code for _ in range(8)}
+        return statuses == {200} and old not in server.core_pids
+
+    await eventually(all_are_healthy)
+    async with client(server) as http:
+        before = by_engine((await fresh(server, "/metrics")).text, "generation_tokens_total")
+        await asyncio.gather(*[stream(http, asyncio.Event(), max_tokens=9) for _ in range(16)])
+        after = by_engine((await fresh(server, "/metrics")).text, "generation_tokens_total")
+        assert sum(after.values()) - sum(before.values()) == 16 * 9 and after["0"] > before["0"]
+
+
+async def all_drain(server: ServerProcess) -> None:
+    async with client(server) as http:
+        tasks = await start_streams(http, 12, max_tokens=60, ignore_eos=True)
+        server.process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + LIMIT
+        while True:
+            assert time.monotonic() < end
+            try:
+                await fresh(server, "/health")
+            except httpx.TransportError:
+                break
+        for text in await asyncio.gather(*tasks):
+            assert parse_events(text)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_two_api_servers_over_two_cores(model_dir):
+    with story("slow", model_dir, *FLAGS) as server:
+        for phase in (answers_and_exact_counts, an_api_server_dies, a_core_dies, all_drain):
+            asyncio.run(phase(server))
+        assert server.process.wait(LIMIT) == 0
+    assert not any(re.search("Traceback", line) for line in server.log), "".join(server.log)
+
+
+def test_what_cannot_start_says_why(model_dir):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+
+    refused = run(MAIN, "refuse", str(model_dir), *FLAGS)
+    assert refused.returncode == 2
+    assert refused.stderr.strip().endswith(f"jaxinfer: error: model: there is no {model_dir}.")
+    none = run("-m", "jaxinfer", "serve", str(model_dir), "--api-server-count", "0")
+    assert none.returncode == 2 and "api_server_count must be at least 1, got 0" in none.stderr
+
+
+def test_a_tiny_model_over_two_cores_and_two_api_servers():
+    prompts = ["The quick brown fox", "jumps", "over the lazy dog", "a"] * 3
+    limits = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    model = str(tiny_llm_dir())
+    flags = ["--port", "0", "--warmup", "lazy", *limits, *FLAGS]
+    with server_process(["-m", "jaxinfer", "serve", model, *flags]) as server:
+
+        async def use():
+            body = dict(temperature=0, max_tokens=10, ignore_eos=True)
+            async with client(server) as http:
+                posts = [http.post(TEXT, json=dict(prompt=p) | body) for p in prompts]
+                answers = await asyncio.gather(*posts)
+            return answers, (await fresh(server, "/metrics")).text
+
+        answers, text = asyncio.run(use())
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == TINY.decode(
+                oracle_greedy(ids(prompt), 10)
+            )
+        counts = by_engine(text, "generation_tokens_total")
+        assert sum(counts.values()) == 10 * len(prompts) and min(counts.values()) > 0
+        assert sum(by_engine(text, "request_success_total").values()) == len(prompts)
+        prompt_tokens = sum(len(ids(prompt)) for prompt in prompts)
+        assert sum(by_engine(text, "prompt_tokens_total").values()) == prompt_tokens
+        assert server.stop() == 0
+
+
+def test_counts_are_added_and_gauges_are_not():
+    shared = SharedMetrics(make_config(), [9, 9], "tale", lambda core: 0)
+    one = shared.snapshot()
+
+    def times(factor: int) -> Report:
+        made = []
+        for metric in one:
+            if isinstance(metric, metrics.Histogram):
+                bounds = {b: factor * i for i, b in enumerate(metric.buckets)}
+                fields = (factor * 7, factor * 0.5, bounds)
+            else:
+                fields = (factor * 3.0,)
+            made.append(type(metric)(metric.name, metric.labels, *fields, text=metric.text))
+        return report(0, 0, made)
+
+    shared.reports = {1: times(1), 2: times(10)}
+    for before, metric in zip(one, shared.snapshot(), strict=True):
+        assert (metric.name, metric.labels) == (before.name, before.labels)
+        match metric:
+            case metrics.Counter():
+                assert metric.value == 33
+            case metrics.Histogram():
+                assert (metric.count, metric.sum) == (77, 5.5)
+                assert list(metric.buckets.values()) == [11 * i for i in range(len(metric.buckets))]
+            case _:
+                assert metric == before
