@@ -18,8 +18,11 @@ from jaxinfer.sampling_params import SamplingParams
 from tests.core_harness import Generated, executor_of, run, tiny_core
 
 VOCAB = 97
-BLOCKS, FEW_BLOCKS = 1 + 3 * 24, 1 + 26
-"""For three of the eight requests that run at once, at their longest; and for one of them, where few run at once."""
+BLOCKS = 1 + 3 * 24
+"""For three of the eight requests that run at once, at their longest, of layers without a window."""
+FEW_BLOCKS = {"llama": 1 + 26, "qwen2": 1 + 38, "gemma3": 1 + 42, "qwen3": 1 + 48}
+"""For one request at its longest, or a few short ones. With windows there are three groups of layers, each with blocks of
+its own."""
 
 Request = tuple[list[int], SamplingParams]
 
@@ -98,7 +101,9 @@ def test_300_requests_have_the_bits_of_each_run_alone(dtype, checkpoint):
     work = requests(300)
     with engine(checkpoint, dtype) as core:
         expected = alone(core, work)
-    for seed, (budget, blocks) in enumerate(((8, FEW_BLOCKS), (64, BLOCKS), (512, BLOCKS))):
+    for seed, (budget, blocks) in enumerate(
+        ((8, FEW_BLOCKS[checkpoint]), (64, BLOCKS), (512, BLOCKS))
+    ):
         args = dict(max_num_batched_tokens=budget, num_gpu_blocks_override=blocks)
         with engine(checkpoint, dtype, **args) as core:
             assert together(core, work, seed) == expected, f"{budget=}"
@@ -115,7 +120,7 @@ def test_300_requests_have_the_bits_of_each_run_alone(dtype, checkpoint):
 )
 def test_with_other_features(checkpoint, args):
     work = requests(30)
-    limits = dict(max_num_batched_tokens=24, num_gpu_blocks_override=FEW_BLOCKS)
+    limits = dict(max_num_batched_tokens=24, num_gpu_blocks_override=FEW_BLOCKS[checkpoint])
     with engine(checkpoint, **limits, **args) as core:
         expected = alone(core, work)
         assert together(core, work, 1) == expected

@@ -60,7 +60,7 @@ def generate(
 @pytest.mark.parametrize(
     ("checkpoint", "args"),
     [
-        ("gemma3", dict(async_scheduling=False, num_gpu_blocks_override=24)),
+        ("gemma3", dict(async_scheduling=False, num_gpu_blocks_override=62)),
         ("llama", dict(tensor_parallel_size=2)),
     ],
     ids=["layers with windows, preemption", "2 devices"],

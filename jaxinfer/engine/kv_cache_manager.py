@@ -174,8 +174,6 @@ class KVCacheManager:
         held = self.block_tables[:, row, : self.num_blocks[row]][:, ::-1].T.ravel()
         self.pool.free((held[held > 0] if self._windowed else held).tolist())
         self.num_blocks[row] = 0
-        for windowed in self._windowed:
-            windowed.first[row] = 0
         return self.pool.num_free - num_free
 
     def _first_needed(self, window: int, num_computed: Int32) -> Int32:
