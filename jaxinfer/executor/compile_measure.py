@@ -21,6 +21,7 @@ from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
 from jaxinfer.executor.sampler_state import SamplerState
+from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import describe_model
 from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
@@ -69,8 +70,13 @@ def measure(
     work = Workload(**workload)
     mesh = device_mesh(target, tensor_parallel_size, MODEL_AXIS)
     description = describe_model(config)
+    longest = work.pages_per_row * work.page_size
     decoder = FunctionalDecoder.create(
-        description.spec, mesh, description.checkpoint_dtype, kv_dtype
+        description.spec,
+        mesh,
+        description.checkpoint_dtype,
+        kv_dtype,
+        model_groups(description.spec, longest),
     )
     return [_measure_program(decoder, target, work, program) for program in programs]
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.plan import StepResult
 from tests.engine.fake_executor import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -15,6 +16,7 @@ from tests.engine.fake_executor import (
     make_core,
     make_request,
     run,
+    speculative,
 )
 
 COLUMNS = MAX_MODEL_LEN // BLOCK_SIZE
@@ -124,12 +126,13 @@ def test_windows_let_more_requests_run() -> None:
 
 
 @pytest.mark.parametrize("windows", WINDOWS[1:])
-@pytest.mark.parametrize("num_output", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize("num_output", range(2, 16))
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_next_turn_of_a_conversation_is_found(
     windows: tuple[int | None, ...], num_output: int, overlap: bool
 ) -> None:
-    core, _ = make_core(windows=windows, overlap=overlap, num_blocks=200)
+    core, _ = make_core(windows=windows, overlap=overlap, num_blocks=300)
+    run(core, [make_request(str(num_output), num_output % 4 + 1, max_tokens=num_output % 3 + 1)])
     first = make_request("a", 14, max_tokens=num_output)
     answer = run(core, [first]).tokens["a"]
     turn = make_request("b", [*first.prompt_token_ids, *answer, 1, 2], max_tokens=3)
@@ -175,3 +178,34 @@ def test_room_without_windows_is_blocks_by_columns() -> None:
     demand = CacheDemand.of(make_config())
     assert demand.num_requests(61, 8) == pytest.approx(61 / 8)
     assert demand.num_requests(3, 8) == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_guesses_take_no_blocks_that_are_not_there(
+    windows: tuple[int | None, ...], wrong: int
+) -> None:
+    config = make_config(windows=windows)
+    smallest = 1 + CacheDemand.of(config).blocks(1, COLUMNS)
+    requests = [make_request(str(i), 5 + i, max_tokens=12 + i) for i in range(4)]
+    for spare in range(0, 7 * len(windows), 2):
+        core, _ = make_core(
+            smallest + spare, windows=windows, speculative=speculative(3), wrong_guesses=wrong
+        )
+        collected = run(core, requests)
+        assert {r.request_id: alone(r)[0] for r in requests} == collected.tokens
+
+
+def test_what_fell_out_before_the_host_knew_it_is_not_found() -> None:
+    """Three steps are planned before the first one's token is read."""
+    core, _ = make_core(windows=(None, 1))
+    scheduler = core.scheduler
+    scheduler.add_request(make_request("a", 3, max_tokens=20))
+    steps = [scheduler.schedule() for _ in range(9)]
+    for token, step in enumerate(steps, 7):
+        assert step is not None
+        scheduler.update(step, StepResult(np.array([token], np.int32), np.array([False])))
+    tokens = [*make_request("a", 3).prompt_token_ids, *range(7, 16)]
+    scheduler.finish([scheduler.requests["a"]])
+    found = scheduler.prefix_cache.find(scheduler.add_request(make_request("b", tokens)))
+    assert found.num_blocks == 2 and all(found.all_blocks)
