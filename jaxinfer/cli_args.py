@@ -58,6 +58,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "deterministic": "equal logits to the bit whatever shares the batch: docs/reproducibility.md",
         "speculative_config": 'JSON object that says how to draft tokens: {"method": "ngram", …}',
         "tensor_parallel_size": "number of devices that share each layer",
+        "enable_expert_parallel": "they share the experts of a mixture, and not each expert's rows",
         "data_parallel_size": "number of engine cores behind the server, each with devices of its own (jaxinfer serve)",
         "data_parallel_rank": "number of this engine among several: requests without a seed get others on each",
         "warmup": "compile all programs at the start, or each when first needed",

@@ -112,10 +112,12 @@ class CascadeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """`data_parallel_rank` is the engine's number among several of the same model."""
+    """`data_parallel_rank` is the engine's number among several of the same model. `expert_parallel`: the devices share
+    the experts of a mixture, and not each expert's MLP rows."""
 
     tensor_parallel_size: int = 1
     data_parallel_rank: int = 0
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    enable_expert_parallel: bool = False
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
     deterministic: bool = False
@@ -330,7 +333,9 @@ class EngineArgs:
                 cache_aware=self.cache_aware_scheduling,
                 max_overtakes=self.max_cache_overtakes,
             ),
-            parallel=ParallelConfig(self.tensor_parallel_size, self.data_parallel_rank),
+            parallel=ParallelConfig(
+                self.tensor_parallel_size, self.data_parallel_rank, self.enable_expert_parallel
+            ),
             compilation=CompilationConfig(self.warmup, self.compilation_cache_dir),
             device=device,
             cascade=CascadeConfig(

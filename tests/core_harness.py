@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
@@ -29,8 +30,8 @@ class Generated:
 
 
 @contextmanager
-def tiny_core(checkpoint: str = "llama", **args) -> Iterator[EngineCore]:
-    """A core over `tiny_checkpoint(checkpoint)` with these `EngineArgs`; small defaults."""
+def tiny_core(checkpoint: str | Path = "llama", **args) -> Iterator[EngineCore]:
+    """A core over the directory, or the `tiny_checkpoint`, with these `EngineArgs`; small defaults."""
     defaults = dict(
         max_model_len=96,
         block_size=4,
@@ -38,7 +39,8 @@ def tiny_core(checkpoint: str = "llama", **args) -> Iterator[EngineCore]:
         max_num_batched_tokens=512,
         num_gpu_blocks_override=600,
     )
-    engine_args = EngineArgs(model=str(tiny_checkpoint(checkpoint)), **(defaults | args))
+    model_path = checkpoint if isinstance(checkpoint, Path) else tiny_checkpoint(checkpoint)
+    engine_args = EngineArgs(model=str(model_path), **(defaults | args))
     reader = open_checkpoint(resolve_model(engine_args.model))
     model = describe_model(reader.config() | engine_args.hf_overrides, engine_args.max_model_len)
     config = engine_args.create_engine_config(model, "cpu")

@@ -8,7 +8,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.executor.compile_workload import PRESETS
+from jaxinfer.executor.compile_presets import PRESETS
 
 TINY_LLAMA: dict[str, Any] = {
     **PRESETS["llama-8b"],

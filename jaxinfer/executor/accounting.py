@@ -11,6 +11,8 @@ import numpy as np
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.latent_spec import LatentAttentionSpec
+from jaxinfer.models.spec import AnyAttentionSpec
 from jaxinfer.parallel.mesh import tensor_parallel_size
 from kernels_pallas.gpu_target import TARGETS
 
@@ -20,7 +22,7 @@ _BITS_OF_PEAK = 16
 
 def step_costs(decoder: FunctionalDecoder) -> StepCosts:
     """Per device: with tensor parallelism, each has an equal share of everything but what a step reads of weights,
-    which is what lies there."""
+    which is what lies there: of a mixture, all experts."""
     spec = decoder.spec
     num_devices = tensor_parallel_size(decoder.mesh)
     dtype_bytes = decoder.dtype.itemsize
@@ -31,20 +33,27 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
         for part in (layer.attention, layer.mlp)
     )
     # Of an average layer, where they differ.
-    query_dims = sum(a.num_heads * a.head_dim for a in attentions) / len(attentions)
+    pair_flops = sum(map(_pair_flops, attentions)) / len(attentions)
     windows = Counter(cache.window for cache in decoder.caches)
     target = _target(decoder.mesh.devices.flat[0])
     has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
     return StepCosts(
         token_flops=2 * weights / num_devices,
         logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
-        pair_flops=4 * query_dims / num_devices,
+        pair_flops=pair_flops / num_devices,
         weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
         kv_bytes=float(sum(map(_shard_bytes, decoder.kv_cache_shapes(1, 1)[0]))),
         windows=tuple(windows.items()),
         peak_flops=target.bf16_flops_per_second if has_peak and target else None,
         peak_bandwidth=target.bytes_per_second if has_peak and target else None,
     )
+
+
+def _pair_flops(attention: AnyAttentionSpec) -> float:
+    """Of one query token and one key, over all heads: its score, and the value's part in the result."""
+    if isinstance(attention, LatentAttentionSpec):
+        return 2 * attention.num_heads * (attention.cache_dim + attention.latent_rank)
+    return 4 * attention.num_heads * attention.head_dim
 
 
 def device_memory(device: jax.Device) -> DeviceMemory:

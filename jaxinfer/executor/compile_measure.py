@@ -23,8 +23,14 @@ from jaxinfer.executor.sampler_features import SamplerFeatures, SamplerLevel
 from jaxinfer.executor.sampler_state import SamplerState
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.latent_spec import LatentAttentionSpec
+from jaxinfer.models.moe import EXPERT_LEAVES
+from jaxinfer.models.moe_spec import MoeSpec
 from jaxinfer.models.registry import describe_model
+from jaxinfer.models.sharded_dims import ShardedDims
+from jaxinfer.models.spec import AnyAttentionSpec, DecoderSpec
 from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
+from jaxinfer.weights.plan import LeafPath
 from kernels_pallas.gpu_target import CompiledReport, GpuTarget, device_mesh, get_target
 from kernels_pallas.hlo_report import HloReport, analyze, inputs_of
 from kernels_pallas.hlo_slices import sliced_operands
@@ -200,8 +206,9 @@ def cache_bytes(decoder: FunctionalDecoder, work: Workload) -> int:
 
 def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) -> Floor:
     """Each weight read once, of the embedding the batch's rows; the requests' keys and values read once, those of a
-    shared prefix once for all, the new ones written. FLOPs: two per weight and token, four per query, key and dimension that causality leaves."""
-    spec, dims, devices = decoder.spec, decoder.dims, decoder.dims.tensor_parallel_size
+    shared prefix once for all, the new ones written. Of a mixture, no more experts than the
+    tokens can take. FLOPs: two per weight and token, four per query, key and dimension that causality leaves."""
+    spec, dims = decoder.spec, decoder.dims
     item = decoder.dtype.itemsize
     outside = {("embed",), ("lm_head",)}
     weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in outside}
@@ -215,19 +222,43 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
     # A chunk's tokens see each other only as far as they have come.
     seen = sum(chunk * work.context - chunk * (chunk - 1) // 2 for chunk in chunks)
     kv_token = sum(map(_device_bytes, jax.tree.leaves(decoder.kv_cache_shapes(1, 1))))
-    attentions = [(layer.attention, dims.heads(layer.attention)) for layer in spec.layers]
-    query_dims = sum(
-        heads.num_kv_heads * heads.queries_per_kv // devices * attention.head_dim
-        for attention, heads in attentions
+    pair_flops = sum(_pair_flops(layer.attention, dims) for layer in spec.layers)
+    read = sum(
+        _device_bytes(leaf) * min(1, shape.num_tokens * _share_of_token(spec, path))
+        for path, leaf in weights.items()
     )
-    matmuls = [leaf for leaf in weights.values() if leaf.ndim > 1]
+    multiplied = sum(
+        _device_bytes(leaf) // leaf.dtype.itemsize * _share_of_token(spec, path)
+        for path, leaf in weights.items()
+        if leaf.ndim > 1
+    )
     return Floor(
-        num_bytes=sum(map(_device_bytes, weights.values()))
+        num_bytes=round(read)
         + shape.num_tokens * spec.embed_dim * item
         + kv_token * (contexts + shape.num_tokens),
-        flops=sum(2 * shape.num_tokens * _device_bytes(leaf) // item for leaf in matmuls)
-        + 4 * query_dims * seen,
+        flops=round(2 * shape.num_tokens * multiplied) + pair_flops * seen,
     )
+
+
+def _share_of_token(spec: DecoderSpec, path: LeafPath) -> float:
+    """How much of a leaf one token goes through: of a mixture's experts, those that it takes."""
+    if path[0] != "layers" or path[2:3] != ("mlp",) or path[3] not in EXPERT_LEAVES:
+        return 1
+    mlp = spec.layers[int(path[1])].mlp
+    if not isinstance(mlp, MoeSpec):
+        return 1
+    return mlp.routing.experts_per_token / mlp.routing.num_experts
+
+
+def _pair_flops(attention: AnyAttentionSpec, dims: ShardedDims) -> int:
+    """On one device, of one query token and one key."""
+    devices = dims.tensor_parallel_size
+    if isinstance(attention, LatentAttentionSpec):
+        heads = dims.shared_by_devices(attention.num_heads) // devices
+        return 2 * heads * (attention.cache_dim + attention.latent_rank)
+    sharded = dims.heads(attention)
+    heads = sharded.num_kv_heads * sharded.queries_per_kv // devices
+    return 4 * heads * attention.head_dim
 
 
 def sample_floor(decoder: FunctionalDecoder, num_positions: int) -> Floor:

@@ -15,11 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.executor.compile_workload import PRESETS, PROGRAMS, Workload
+from jaxinfer.executor.compile_presets import PRESETS
+from jaxinfer.executor.compile_workload import PROGRAMS, Workload
 from kernels_pallas.compile_job import JobError, run_job
 from kernels_pallas.gpu_target import TARGETS, get_target, missing_compiler
 
-_TENSOR_PARALLEL = {"llama-70b": 4}
+_TENSOR_PARALLEL = {"llama-70b": 4, "mixtral-8x7b": 2, "deepseek-v3": 8}
 """Devices of the presets that don't fit on one."""
 
 _COLUMNS = (
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", metavar="MODEL",
         help=f"presets ({', '.join(PRESETS)}), directories or ids; default: all presets")  # fmt: skip
     add("--target", default="h200", choices=sorted(TARGETS))
-    add("--tensor-parallel-size", type=int, help="default: 1, llama-70b: 4")
+    add("--tensor-parallel-size", type=int, help="default: as many as it takes to hold it")
     add("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS)
     add("--rows", type=int, default=workload.rows, help="requests in the step")
     add("--context", type=int, default=workload.context, help="tokens of each request")

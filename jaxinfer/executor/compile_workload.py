@@ -9,32 +9,8 @@ from typing import Any
 
 from jaxinfer.engine.plan import MAX_PREFIX_GROUPS
 from jaxinfer.executor.buckets import BucketLadder, StepShape
+from jaxinfer.executor.compile_presets import PRESETS
 from jaxinfer.executor.deterministic_programs import TILE_TOKENS
-
-
-def _llama(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any):
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": embed,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "dtype": "bfloat16",
-        **more,
-    }
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-1b": _llama(128_256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
-    "llama-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
-    "llama-70b": _llama(128_256, 8192, 28_672, 80, 64, 8),
-}
-"""Shapes of Llama 3's models, as their configs give them."""
 
 PROGRAMS = (
     "decode", "shared_prefix", "mixed", "verify", "deterministic",

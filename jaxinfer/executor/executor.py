@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import EngineConfig
@@ -38,8 +39,10 @@ from jaxinfer.executor.speculative.model_drafter import (
 from jaxinfer.logits_processors import LogitsProcessor
 from jaxinfer.models.cache_groups import CacheGroups, model_groups
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.parallel.mesh import make_mesh, replicated
+from kernels_pallas.quantized_pages import quantized
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class MeshExecutor:
         processors: Mapping[str, LogitsProcessor] | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
+        _check_attention(config, spec)
         compiled_in = LogitsProcessors(processors, spec.vocab_size) if processors else None
         use_persistent_cache(config.compilation.cache_dir)
         self._guard = CompileGuard()
@@ -74,7 +78,12 @@ class MeshExecutor:
         if (config.device, kv_dtype) == ("cpu", "float8_e4m3fn"):
             kv_dtype = "uint8"  # its bits: see kernels_pallas.quantized_pages
         decoder = FunctionalDecoder.create(
-            spec, mesh, config.model.dtype, kv_dtype, _cache_groups(config, spec)
+            spec,
+            mesh,
+            config.model.dtype,
+            kv_dtype,
+            _cache_groups(config, spec),
+            expert_parallel=config.parallel.expert_parallel,
         )
         ladder = _ladder(config, spec)
         drafter = None
@@ -195,6 +204,19 @@ def _seed(config: EngineConfig) -> int | list[int]:
     return [seed, rank] if rank else seed
 
 
+def _check_attention(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raises `ValueError` for options that latent attention doesn't have."""
+    if not any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        return
+    if config.cache.dtype is not None and quantized(jnp.dtype(config.cache.dtype)):
+        raise ValueError(
+            f"kv_cache_dtype {config.cache.dtype!r} is not supported for a cache of latents; "
+            f"supported: 'auto'."
+        )
+    if config.deterministic:
+        raise ValueError("deterministic=True is not supported for latent attention.")
+
+
 def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
     if config.deterministic:
         return BucketLadder.single(TILE_TOKENS[config.device], config.max_blocks_per_seq)
@@ -208,10 +230,13 @@ def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
 
 
 def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
-    """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window
-    or ALiBi always attend row by row."""
-    attentions = [layer.attention for layer in spec.layers]
-    if not config.cascade.enabled or all(a.sliding_window or a.alibi_slopes for a in attentions):
+    """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window,
+    ALiBi or latents always attend row by row."""
+    row_by_row = (
+        isinstance(a, LatentAttentionSpec) or a.sliding_window or a.alibi_slopes
+        for a in (layer.attention for layer in spec.layers)
+    )
+    if not config.cascade.enabled or all(row_by_row):
         return None
     return config.cascade.min_rows
 

@@ -88,7 +88,12 @@ def _measured(
     decoder: FunctionalDecoder, weights: Mapping[LeafPath, jax.Array]
 ) -> dict[LeafPath, jax.Array]:
     """From the keys and values of random tokens, in a cache of the model's dtype."""
-    plain = FunctionalDecoder.create(decoder.spec, decoder.mesh, decoder.dtype)
+    plain = FunctionalDecoder.create(
+        decoder.spec,
+        decoder.mesh,
+        decoder.dtype,
+        expert_parallel=decoder.dims.expert_parallel,
+    )
     num_tokens = min(CALIBRATION_TOKENS, decoder.spec.max_position_embeddings)
     num_pages = -(-num_tokens // _PAGE_SIZE)
     shapes = plain.kv_cache_shapes(num_pages, _PAGE_SIZE)

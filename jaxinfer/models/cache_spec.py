@@ -10,8 +10,9 @@ from math import prod
 
 import numpy as np
 
+from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.sharded_dims import ShardedDims
-from jaxinfer.models.spec import AttentionSpec, DecoderSpec
+from jaxinfer.models.spec import AnyAttentionSpec, DecoderSpec
 
 PAGE_SIZE = -1
 """Stands in a shape for the tokens of a page."""
@@ -53,11 +54,14 @@ class LayerCache:
 def layer_caches(
     spec: DecoderSpec, dims: ShardedDims, kv_dtype: np.dtype
 ) -> tuple[LayerCache, ...]:
-    """Of each layer: keys and values, heads-major."""
+    """Of each layer: keys and values, heads-major, or latents."""
 
-    def keys_and_values(attention: AttentionSpec) -> LayerCache:
+    def kept(attention: AnyAttentionSpec) -> LayerCache:
+        if isinstance(attention, LatentAttentionSpec):
+            pages = CacheArray((PAGE_SIZE, attention.cache_dim), (None, None), kv_dtype)
+            return LayerCache((pages,))
         num_heads = dims.heads(attention).num_kv_heads
         pages = CacheArray((num_heads, PAGE_SIZE, attention.head_dim), KV_PAGE_AXES, kv_dtype)
         return LayerCache((pages, pages), attention.sliding_window)
 
-    return tuple(keys_and_values(layer.attention) for layer in spec.layers)
+    return tuple(kept(layer.attention) for layer in spec.layers)

@@ -9,9 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from jaxinfer.models.latent_layout import latent_attention_plan
+from jaxinfer.models.latent_spec import LatentAttentionSpec
+from jaxinfer.models.moe_layout import QWEN_MOE_NAMES, MoeNames, moe_plan
+from jaxinfer.models.moe_spec import MoeSpec
 from jaxinfer.models.sharded_dims import ShardedDims, pad_axis
 from jaxinfer.models.spec import (
     LAYER_NORMS,
+    AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     GatedMlpSpec,
@@ -59,6 +64,9 @@ class Names:
     mlp_post_norm: str = "post_feedforward_layernorm"
     transposed: bool = False
     """Matrices of the layers are stored [in, out]."""
+    latent: str = "self_attn."
+    """What latent attention's tensors stand under."""
+    moe: MoeNames = QWEN_MOE_NAMES
 
 
 LLAMA_NAMES = Names()
@@ -84,12 +92,26 @@ def decoder_plan(spec: DecoderSpec, dims: ShardedDims, names: Names = LLAMA_NAME
         plan["head_bias",] = LeafSource((f"{names.head}.bias",), ((V,),), vocabulary)
     for i, layer in enumerate(spec.layers):
         prefix = f"{names.prefix}{names.layer.format(i)}"
-        sources = attention_plan(layer.attention, E, dims, prefix, names)
+        sources = _attention(layer.attention, E, dims, prefix, names)
         sources |= mlp_plan(layer.mlp, E, dims, prefix, names)
         for name in LAYER_NORMS[layer.norms]:
             sources |= norm_plan(name, f"{prefix}{getattr(names, name)}", spec.norm, (E,))
         plan |= {("layers", str(i), *path): source for path, source in sources.items()}
     return plan
+
+
+def _attention(
+    spec: AnyAttentionSpec, embed_dim: int, dims: ShardedDims, prefix: str, names: Names
+) -> LoadPlan:
+    if not isinstance(spec, LatentAttentionSpec):
+        return attention_plan(spec, embed_dim, dims, prefix, names)
+    return latent_attention_plan(
+        spec,
+        embed_dim,
+        dims,
+        f"{prefix}{names.latent}",
+        interleaved_rope=names.interleaved_rope,
+    )
 
 
 def norm_plan(
@@ -159,6 +181,8 @@ def mlp_plan(
     spec: MlpSpec, embed_dim: int, dims: ShardedDims, prefix: str, names: Names
 ) -> LoadPlan:
     """The leaves of the layer's MLP."""
+    if isinstance(spec, MoeSpec):
+        return moe_plan(spec, embed_dim, dims, prefix, names.moe)
     E, M = embed_dim, spec.mlp_dim
     padded_dim = dims.mlp_dim(M)
     down = _matrix(f"{prefix}{names.down}", (E, M), padded(axis=1, size=padded_dim), names)

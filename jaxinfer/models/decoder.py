@@ -13,8 +13,12 @@ from jax.sharding import Mesh
 from jaxinfer.models.attention import Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
+from jaxinfer.models.latent_attention import LatentAttention, LatentPages
+from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.layers import constrain, leaf, linear
 from jaxinfer.models.mlp import make_mlp
+from jaxinfer.models.moe import MoeMlp
+from jaxinfer.models.moe_spec import MoeSpec
 from jaxinfer.models.norms import Norm, add_norm, add_norm_leaves, norm_of, sum_of_parts
 from jaxinfer.models.rope import Rotation, no_rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -27,8 +31,9 @@ from jaxinfer.models.spec import (
     RopeSpec,
 )
 
-KVCache = tuple[KVPages, ...]
-"""One pair of pages per layer; with several groups of layers, one per place in a group."""
+LayerPages = KVPages | LatentPages
+KVCache = tuple[LayerPages, ...]
+"""What each layer keeps of every token; with several groups of layers, one per place in a group."""
 
 Head = jax.Array | tuple[jax.Array, jax.Array]
 """[V, E], with a bias [V] where the model has one."""
@@ -43,12 +48,20 @@ class DecoderLayer(nnx.Module):
         mesh: Mesh,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
+        *,
+        expert_parallel: bool = False,
     ):
         self.spec, self.norm, self.mesh = spec, norm, mesh
         for name in LAYER_NORMS[spec.norms]:
             add_norm_leaves(self, name, norm, (embed_dim,), ("embed",), dtype)
-        self.attention = Attention(spec.attention, embed_dim, mesh, dtype, kv_dtype)
-        self.mlp = make_mlp(spec.mlp, embed_dim, mesh, dtype)
+        if isinstance(spec.attention, LatentAttentionSpec):
+            self.attention = LatentAttention(spec.attention, embed_dim, mesh, dtype)
+        else:
+            self.attention = Attention(spec.attention, embed_dim, mesh, dtype, kv_dtype)
+        if isinstance(spec.mlp, MoeSpec):
+            self.mlp = MoeMlp(spec.mlp, embed_dim, mesh, dtype, expert_parallel=expert_parallel)
+        else:
+            self.mlp = make_mlp(spec.mlp, embed_dim, mesh, dtype)
 
     def norm_named(self, name: str) -> Norm | None:
         """None where the layer has no such norm."""
@@ -59,10 +72,10 @@ class DecoderLayer(nnx.Module):
         x_te: jax.Array,
         h_te: jax.Array,
         next_norm: Norm | None,
-        kv_pages: KVPages,
+        kv_pages: LayerPages,
         batch: RaggedBatch,
         rope: Rotation,
-    ) -> tuple[jax.Array, jax.Array, KVPages]:
+    ) -> tuple[jax.Array, jax.Array, LayerPages]:
         """The residual stream, its norm for whoever comes next, and the pages.
 
         Args:
@@ -77,16 +90,22 @@ class DecoderLayer(nnx.Module):
         match self.spec.norms:
             case "parallel" | "parallel_shared":
                 mlp_input = h_te if mlp_pre is None else mlp_pre(x_te).astype(x_te.dtype)
-                update = sum_of_parts(update) + sum_of_parts(self.mlp(mlp_input))
+                update = sum_of_parts(update) + sum_of_parts(self._mlp(mlp_input, batch))
                 x_te, h_te = add(x_te, self._scaled(update), next_norm, None)
             case "sum":
                 _, x_te = add(x_te, self._scaled(update), attention_post, None)
-                _, x_te = add(x_te, self._scaled(self.mlp(x_te)), mlp_post, None)
+                _, x_te = add(x_te, self._scaled(self._mlp(x_te, batch)), mlp_post, None)
                 h_te = x_te if next_norm is None else next_norm(x_te).astype(x_te.dtype)
             case _:
                 x_te, h_te = add(x_te, self._scaled(update), mlp_pre, attention_post)
-                x_te, h_te = add(x_te, self._scaled(self.mlp(h_te)), next_norm, mlp_post)
+                x_te, h_te = add(x_te, self._scaled(self._mlp(h_te, batch)), next_norm, mlp_post)
         return x_te, h_te, kv_pages
+
+    def _mlp(self, x_te: jax.Array, batch: RaggedBatch) -> jax.Array:
+        """[T, E] -> [T, E], or [S, T, E] partial sums."""
+        if isinstance(self.mlp, MoeMlp):
+            return self.mlp(x_te, batch.query_start_loc[-1])
+        return self.mlp(x_te)
 
     def _scaled(self, update: jax.Array) -> jax.Array:
         scale = self.spec.residual_scale
@@ -100,10 +119,10 @@ def _run_layer(
     x_te: jax.Array,
     h_te: jax.Array,
     next_norm: Norm | None,
-    kv_pages: KVPages,
+    kv_pages: LayerPages,
     batch: RaggedBatch,
     rope: Rotation,
-) -> tuple[jax.Array, jax.Array, KVPages]:
+) -> tuple[jax.Array, jax.Array, LayerPages]:
     """One layer as a function of its own: layers with equal graphdefs are traced and lowered once per step."""
     return nnx.merge(graphdef, state)(x_te, h_te, next_norm, kv_pages, batch, rope)
 
@@ -128,7 +147,16 @@ class Decoder(nnx.Module):
         if spec.embed_norm:
             add_norm_leaves(self, "embed_norm", spec.norm, (E,), ("embed",), dtype)
         self.layers = nnx.List(
-            DecoderLayer(layer, spec.norm, E, mesh, dtype, kv_dtype) for layer in spec.layers
+            DecoderLayer(
+                layer,
+                spec.norm,
+                E,
+                mesh,
+                dtype,
+                kv_dtype,
+                expert_parallel=dims.expert_parallel,
+            )
+            for layer in spec.layers
         )
         if spec.final_norm:
             add_norm_leaves(self, "norm", spec.norm, (E,), ("embed",), dtype)

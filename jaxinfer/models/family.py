@@ -53,6 +53,8 @@ class Family:
     checkpoint_plan: Callable[[Config, DecoderSpec, ShardedDims], LoadPlan] | None = None
     """Where names can't say it."""
     other_tensors: tuple[str, ...] = ()
+    further_layers: bool = False
+    """Checkpoints may hold a layer after the last one, which predicts a further token."""
 
     def plan(self, config: Config, spec: DecoderSpec, dims: ShardedDims) -> LoadPlan:
         """How each leaf is made from the checkpoint's tensors."""
@@ -65,7 +67,8 @@ class Family:
         """Regular expressions (full match) of all tensors that checkpoints may hold and the decoder doesn't read."""
         # Some checkpoints with a tied head store it a second time.
         head = (r"(.*\.)?lm_head\.weight",) if spec.tied_head else ()
-        return (*_REDUNDANT, *head, *self.other_tensors)
+        further = (rf".*\blayers\.{len(spec.layers)}\..*",) if self.further_layers else ()
+        return (*_REDUNDANT, *head, *further, *self.other_tensors)
 
 
 def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:

@@ -68,10 +68,13 @@ class FunctionalDecoder:
         dtype: jnp.dtype | str,
         kv_dtype: jnp.dtype | str | None = None,
         groups: CacheGroups | None = None,
+        *,
+        expert_parallel: bool = False,
     ) -> FunctionalDecoder:
         """Builds the module tree for `mesh` without allocating anything. `kv_dtype`: the cache's, None for `dtype`;
-        `groups`: None gives each layer arrays of its own."""
-        dims = ShardedDims.create(spec, tensor_parallel_size(mesh))
+        `groups`: None gives each layer arrays of its own; `expert_parallel`: the devices share the experts of a mixture,
+        and not each expert's MLP rows."""
+        dims = ShardedDims.create(spec, tensor_parallel_size(mesh), expert_parallel=expert_parallel)
         dtype = jnp.dtype(dtype)
         kv_dtype = jnp.dtype(kv_dtype or dtype)
         groups = groups or CacheGroups.single(len(spec.layers))

@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 
 from jaxinfer.models.cache_groups import model_groups
-from jaxinfer.models.families import gemma3, llama, mistral, phi3, qwen2, qwen3
+from jaxinfer.models.families import (
+    dbrx,
+    deepseek,
+    ernie_moe,
+    gemma3,
+    glm_moe,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+)
 from jaxinfer.models.family import Config, Family
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
-_MODULES = (gemma3, llama, mistral, phi3, qwen2, qwen3)
+_MODULES = (
+    dbrx,
+    deepseek,
+    ernie_moe,
+    gemma3,
+    glm_moe,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+)
 ENTRY_POINTS = "jaxinfer.families"
 """The group of entry points by which installed packages bring families of their own."""
 
@@ -57,7 +87,7 @@ class ModelDescription:
         if not tensors or any(name.startswith(prefix) for name in tensors):
             return plan
         return {
-            path: replace(source, names=tuple(n.removeprefix(prefix) for n in source.names))
+            path: source.renamed(lambda name: name.removeprefix(prefix))
             for path, source in plan.items()
         }
 

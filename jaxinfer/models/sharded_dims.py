@@ -53,21 +53,30 @@ class ShardedDims:
     tensor_parallel_size: int
     vocab_size: int
     """V"""
+    expert_parallel: bool = False
+    """The devices share the experts of a mixture, and not each expert's MLP rows."""
 
     @classmethod
-    def create(cls, spec: DecoderSpec, tensor_parallel_size: int = 1) -> ShardedDims:
+    def create(
+        cls, spec: DecoderSpec, tensor_parallel_size: int = 1, *, expert_parallel: bool = False
+    ) -> ShardedDims:
         if tensor_parallel_size < 1:
             raise ValueError(
                 f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}."
             )
-        return cls(tensor_parallel_size, round_up(spec.vocab_size, tensor_parallel_size))
+        vocab_size = round_up(spec.vocab_size, tensor_parallel_size)
+        return cls(tensor_parallel_size, vocab_size, expert_parallel)
 
     def heads(self, attention: AttentionSpec) -> ShardedHeads:
         return ShardedHeads.create(attention, self.tensor_parallel_size)
 
     def mlp_dim(self, mlp_dim: int) -> int:
         """M"""
-        return round_up(mlp_dim, self.tensor_parallel_size)
+        return self.shared_by_devices(mlp_dim)
+
+    def shared_by_devices(self, size: int) -> int:
+        """The first multiple from `size` on that the devices can share evenly."""
+        return round_up(size, self.tensor_parallel_size)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -6,7 +6,11 @@ No JAX here: families build these from a checkpoint's config, and equal specs sh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # which build on what is here
+    from jaxinfer.models.latent_spec import LatentAttentionSpec
+    from jaxinfer.models.moe_spec import MoeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 ACTIVATIONS: dict[str, Activation] = {
@@ -176,12 +180,13 @@ class PlainMlpSpec:
         return 2 * embed_dim * self.mlp_dim
 
 
-MlpSpec = GatedMlpSpec | PlainMlpSpec
+type AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
+type MlpSpec = GatedMlpSpec | PlainMlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    attention: AttentionSpec
+    attention: AnyAttentionSpec
     mlp: MlpSpec
     norms: NormPlacement = "pre"
     residual_scale: float = 1.0

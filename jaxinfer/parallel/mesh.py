@@ -16,6 +16,8 @@ MESH_AXES: dict[str, str | None] = {
     "kv_heads": MODEL_AXIS,
     "mlp": MODEL_AXIS,
     "vocab": MODEL_AXIS,
+    "experts": MODEL_AXIS,
+    "latent_heads": MODEL_AXIS,
 }
 """Mesh axis of each logical axis; None leaves it whole on every device."""
 

@@ -61,6 +61,17 @@ def load_leaves(
     return leaves
 
 
+def _found(reader: CheckpointReader, source: LeafSource) -> LeafSource:
+    """The first of a source and its alternatives that the checkpoint holds; the first of all where it holds none."""
+    names, candidate = reader.names(), source
+    while candidate.otherwise is not None:
+        tensors = zip(candidate.names, candidate.shapes, strict=True)
+        if all(name in names and reader.shape(name) == shape for name, shape in tensors):
+            return candidate
+        candidate = candidate.otherwise
+    return candidate if all(name in names for name in candidate.names) else source
+
+
 def check_plan(
     reader: CheckpointReader,
     plan: LoadPlan,
@@ -76,7 +87,7 @@ def check_plan(
     hint = _CONVERTED_HINT if reader.holds_leaves else ""
     used: set[str] = set()
     missing = []
-    for source in plan.values():
+    for source in (_found(reader, source) for source in plan.values()):
         for name, shape in zip(source.names, source.shapes, strict=True):
             used.add(name)
             if name not in names:
@@ -139,7 +150,7 @@ def read_leaves(
 def _read_leaf(
     reader: CheckpointReader, source: LeafSource, path: LeafPath, leaf: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    dtype = np.dtype(leaf.dtype)
+    dtype, source = np.dtype(leaf.dtype), _found(reader, source)
     value = source.assemble([reader.read(name, dtype) for name in source.names])
     if value.shape != leaf.shape:
         raise ValueError(

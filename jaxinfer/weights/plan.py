@@ -6,7 +6,7 @@ A model family writes one `LeafSource` per leaf; the loader reads, checks, assem
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,12 +28,14 @@ class LeafSource:
 
     `shapes[i]` is what tensor `names[i]` must have in the checkpoint. `assemble` gets those tensors, already in the
     leaf's dtype, and returns an array of the leaf's shape; it may return one of them, or a view. It moves values (stacks,
-    splits, pads with zeros) and computes none, as the tensors are rounded before it sees them.
+    splits, pads with zeros) and computes none, as the tensors are rounded before it sees them. `otherwise` is what the
+    checkpoint may hold instead.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     assemble: Assemble = sole
+    otherwise: LeafSource | None = None
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shapes):
@@ -41,6 +43,15 @@ class LeafSource:
                 f"names and shapes must have one entry per tensor, got {len(self.names)} and "
                 f"{len(self.shapes)} for {self.names}."
             )
+
+    def or_else(self, other: LeafSource) -> LeafSource:
+        """This, or `other` where a checkpoint doesn't hold what this is made of."""
+        return replace(self, otherwise=other)
+
+    def renamed(self, rename: Callable[[str], str]) -> LeafSource:
+        """The same of tensors that are called differently."""
+        other = self.otherwise and self.otherwise.renamed(rename)
+        return replace(self, names=tuple(map(rename, self.names)), otherwise=other)
 
 
 LoadPlan = dict[LeafPath, LeafSource]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,13 @@ from jaxinfer.weights.safetensors import SafetensorsReader
 
 
 def load_checkpoint(
-    directory: Path, tensor_parallel_size: int = 1, max_model_len: int = 64
+    directory: Path, tensor_parallel_size: int = 1, max_model_len: int = 64, **options: Any
 ) -> tuple[ModelDescription, FunctionalDecoder, list[jax.Array]]:
-    """Read a safetensors directory by its plan, checking that every tensor is used or known to be ignored."""
+    """Read a safetensors directory by its plan, checking that every tensor is used or known to be ignored. `options`: of
+    `FunctionalDecoder.create`."""
     description = describe_model(json.loads((directory / "config.json").read_text()), max_model_len)
     model = FunctionalDecoder.create(
-        description.spec, make_mesh(tensor_parallel_size), description.checkpoint_dtype
+        description.spec, make_mesh(tensor_parallel_size), description.checkpoint_dtype, **options
     )
     reader = SafetensorsReader(directory)
     leaves = load_leaves(

@@ -74,6 +74,7 @@ def transformers_model(wanted: Entry) -> Any:
         changes = {k: v for k, v in COMMON.items() if k in known} | changes
     config = config_class(**changes)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[wanted.model_type])
     return _randomized(model_class(config), wanted).eval()
 
@@ -106,6 +107,9 @@ def _randomized(model: Any, wanted: Entry) -> Any:
                 weight.copy_(0.4 * noise)
             else:
                 weight.copy_(wanted.gain * noise / weight.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if "bias" in name:
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tests.models.architectures.entry import Entry, checkpoint, transformers_model
@@ -19,13 +21,13 @@ MIN_DISTINCT = 8
 TENSOR_PARALLEL_SIZES = (1, 2)
 
 
-def prove(wanted: Entry, tensor_parallel_size: int, page_size: int = 4) -> float:
+def prove(wanted: Entry, tensor_parallel_size: int, page_size: int = 4, **options: Any) -> float:
     """Loads the entry's checkpoint and runs both prompts in one batch: prefill in chunks of up to 8 tokens, then decode.
 
     Returns the largest difference of a logit. Raises `AssertionError` where the two disagree, and whatever loading a
     checkpoint raises.
     """
-    _, model, leaves = load_checkpoint(checkpoint(wanted), tensor_parallel_size)
+    _, model, leaves = load_checkpoint(checkpoint(wanted), tensor_parallel_size, **options)
     runner = PagedRunner(model, leaves, page_size)
     worst = 0.0
     for tokens, logits in zip(*runner.greedy(PROMPTS, NUM_NEW_TOKENS), strict=True):
