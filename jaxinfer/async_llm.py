@@ -146,9 +146,7 @@ class AsyncLLM:
             self._loop = loop
             # The loop before may have closed with outputs that nobody has handled.
             loop.call_soon(self._handle_outputs)
-        stream = RequestStream(
-            prepared, lambda *output: self.observer.request_output(*output), self._close
-        )
+        stream = RequestStream(prepared, self.observer.request_output, self._close)
         self._streams.add(stream)
         stream.state = self._outputs.add(prepared, stream.put)
         core: int | None = None
@@ -206,12 +204,15 @@ class AsyncLLM:
     async def sleep(self, level: int = 1) -> None:
         """See `LLM.sleep`."""
         await asyncio.wrap_future(self._client.call("sleep", level))
+        self.metrics.slept(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `LLM.wake_up`."""
         await asyncio.wrap_future(
             self._client.call("wake_up", None if tags is None else list(tags))
         )
+        if not await self.is_sleeping():
+            self.metrics.slept(0)
 
     async def is_sleeping(self) -> bool:
         return await asyncio.wrap_future(self._client.call("is_sleeping"))

@@ -169,10 +169,13 @@ class LLM:
         Raises `ValueError` for another level, and `generate` does until `wake_up`.
         """
         self._client.call("sleep", level).result()
+        self._metrics.slept(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave away: "weights", "kv_cache", or both (None)."""
         self._client.call("wake_up", None if tags is None else list(tags)).result()
+        if not self.is_sleeping():
+            self._metrics.slept(0)
 
     def is_sleeping(self) -> bool:
         return self._client.call("is_sleeping").result()

@@ -51,7 +51,8 @@ class CompletionOutput:
 class RequestMetrics:
     """When things happened to a request, in seconds of `time.monotonic`; None is not yet.
 
-    With several completions, the first to be scheduled and to get a token counts, and the last to end.
+    With several completions, the first to be scheduled and to get a token counts, and the last to end; preemptions
+    are those of all. `max_num_generation_tokens` are the longest one's, known at the end.
 
     Of `num_draft_tokens` that were guessed for the request, `num_accepted_tokens` were right (`speculative_config`).
     """
@@ -63,8 +64,10 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    max_num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
 
     @property
     def time_in_queue(self) -> float | None:

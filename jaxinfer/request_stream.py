@@ -35,7 +35,7 @@ class RequestStream:
         self._is_read = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._on_output(self.request, output)
@@ -43,11 +43,21 @@ class RequestStream:
             self._output.add(output)
         else:
             self._output = output
-        self._ready.set()
+        self._wake_reader()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine still works on it."""
+        return self.state.num_unfinished > 0
 
     def fail(self, error: Exception) -> None:
+        """Raise this instead of whatever was not read yet."""
         self._error = error
-        self._ready.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def __aiter__(self) -> Self:
         return self
@@ -55,8 +65,9 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._is_read:
             raise StopAsyncIteration
-        await self._ready.wait()
-        self._ready.clear()
+        while self._output is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._error is not None:
             raise self._error
         output, self._output = self._output, None

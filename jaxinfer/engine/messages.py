@@ -71,12 +71,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class FinishedRequest(msgspec.Struct, array_like=True):
     """A request's end. `stop_reason` is the stop token's id when one ended it, or an error's text. `is_refused`: the
-    error is the request's own doing."""
+    error is the request's own doing. It was preempted `num_preemptions` times."""
 
     request_id: str
     reason: FinishReason
     stop_reason: int | str | None = None
     is_refused: bool = False
+    num_preemptions: int = 0
 
 
 class Admission(msgspec.Struct, array_like=True):

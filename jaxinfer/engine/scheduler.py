@@ -165,6 +165,7 @@ class Scheduler:
             prefix_cache_queries=self.prefix_cache.num_queries,
             prefix_cache_hits=self.prefix_cache.num_hits,
             spec_decode=update.spec_decode,
+            num_deferred=len(self.requests) - len(self.running) - len(self.waiting),
         )
         self._num_preemptions = 0
         self.prefix_cache.num_queries = self.prefix_cache.num_hits = 0

@@ -43,7 +43,8 @@ class SpecDecodeStats(msgspec.Struct, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
-    """The scheduler after a step: `kv_cache_usage` is the used share of the block pool, in [0, 1];
+    """The scheduler after a step: `num_deferred` of the `num_waiting` requests couldn't be admitted now whatever there is
+    room for, as their grammars are being compiled; `kv_cache_usage` is the used share of the block pool, in [0, 1];
     `num_scheduled_tokens` are the step's, `num_preemptions` those since the step before it.
 
     Since then, too: `prefix_cache_queries` tokens of requests that were admitted for the first time and may read the
@@ -63,3 +64,4 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     seconds: HostSeconds | None = None
     memory: DeviceMemory | None = None
     spec_decode: SpecDecodeStats | None = None
+    num_deferred: int = 0

@@ -153,17 +153,19 @@ class StepUpdate:
         else:
             end = end_of(request, token, num_output)
         if end is not None:
-            self.ended.append(request)
-            self.outputs.finished.append(end)
+            self._end(request, end)
         return end is not None
+
+    def _end(self, request: Request, end: FinishedRequest) -> None:
+        end.num_preemptions = request.num_preemptions
+        self.ended.append(request)
+        self.outputs.finished.append(end)
 
     def _fail(self, position: int) -> None:
         request = self._step.batch.requests[position]
         if request.state is not RequestState.FINISHED:
-            self.ended.append(request)
-            self.outputs.finished.append(
-                FinishedRequest(request.request_id, FinishReason.ERROR, NAN_LOGITS)
-            )
+            error = FinishedRequest(request.request_id, FinishReason.ERROR, NAN_LOGITS)
+            self._end(request, error)
 
     def _report_logprobs(self) -> None:
         arrays = self._result.logprobs

@@ -40,6 +40,15 @@ class CoreMetrics:
         for core in self.cores:
             core.model_name = name
 
+    def slept(self, level: int) -> None:
+        """All cores, at this level; 0: they are awake."""
+        for core in self.cores:
+            core.slept(level)
+
+    def turned_away(self, limit: str) -> None:
+        """A request that no core got; counted with the first."""
+        self.cores[0].turned_away(limit)
+
     def request_added(self, request: PreparedRequest) -> None:
         self._num_open[request.core] += 1
         self.cores[request.core].request_added(request)

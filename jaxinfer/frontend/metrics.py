@@ -3,59 +3,32 @@ as `jaxinfer.metrics` objects; the server shows the same ones to Prometheus."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from jaxinfer import metrics
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.engine.stats import SchedulerStats, SpecDecodeStats
+from jaxinfer.frontend.histograms import (
+    ITL,
+    LATENCY,
+    PREFIX,
+    TOKENS_PER_STEP,
+    TTFT,
+    Histogram,
+    steps,
+)
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.frontend.step_totals import StepTotals
 from jaxinfer.outputs import RequestMetrics, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind
 
-PREFIX = "jaxinfer:"
 _REASONS = tuple(str(reason) for reason in FinishReason)
-
-
-def _steps(limit: float) -> tuple[float, ...]:
-    """1, 2, 5, 10 … up to `limit`."""
-    values = [m * 10.0**e for e in range(12) for m in (1, 2, 5)]
-    return tuple(v for v in values if v <= limit) or (1.0,)
-
-
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
-_TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_ITL = (0.001, 0.0025, 0.005, *_ITL, 20.0, 40.0, 80.0)
-_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
-_LATENCY += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-_TOKENS_PER_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-class _Histogram:
-    """Counts per bucket. Many equal values are one observation."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        self._name, self._text = name, text
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def snapshot(self, labels: dict[str, str]) -> metrics.Histogram:
-        totals = list(accumulate(self._counts))
-        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
-        buckets = dict(zip(bounds, totals, strict=True))
-        return metrics.Histogram(
-            PREFIX + self._name, labels, totals[-1], self._sum, buckets, text=self._text
-        )
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By the level of sleep."""
+QUEUE_LIMITS = ("max_num_queued_reqs",)
+"""Why requests are turned away."""
 
 
 class EngineMetrics:
@@ -78,36 +51,43 @@ class EngineMetrics:
         self._stats = SchedulerStats()
         self._counts: Counter[str] = Counter()
         self._steps = StepTotals()
+        self._sleep_level = 0
         self._ends: Counter[str] = Counter()
         speculative = config.speculative
         self._accepted = [0] * (speculative.num_speculative_tokens if speculative else 0)
         self._last_token: dict[str, float] = {}
         """Per completion: when its last token came, or minus its arrival while there is none."""
-        longest = _steps(config.model.max_model_len)
-        made: list[_Histogram] = []
+        longest = steps(config.model.max_model_len)
+        made: list[Histogram] = []
 
-        def histogram(name: str, text: str, bounds: Sequence[float]) -> _Histogram:
-            made.append(_Histogram(name, text, bounds))
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+            made.append(Histogram(name, text, bounds))
             return made[-1]
 
-        self._iteration = histogram("iteration_tokens_total", "Tokens per step", _TOKENS_PER_STEP)
+        self._iteration = histogram("iteration_tokens_total", "Tokens per step", TOKENS_PER_STEP)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request", longest)
         self._computed = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache", longest
         )
         self._generation = histogram("request_generation_tokens", "Tokens generated", longest)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest output", longest
+        )
+        self._preempted = histogram(
+            "request_num_preemptions", "Times that a request was put back", (0, *steps(100))
+        )
         self._n = histogram("request_params_n", "The parameter n", (1, 2, 5, 10, 20))
         self._limit = histogram("request_params_max_tokens", "The parameter max_tokens", longest)
-        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", _TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens", _ITL)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens", ITL)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time between a request's tokens", _ITL
+            "request_time_per_output_token_seconds", "Mean time between a request's tokens", ITL
         )
-        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end", _LATENCY)
-        self._queue = histogram("request_queue_time_seconds", "Waiting to be run", _LATENCY)
-        self._prefill = histogram("request_prefill_time_seconds", "Run to first token", _LATENCY)
-        self._decode = histogram("request_decode_time_seconds", "First token to last", _LATENCY)
-        self._inference = histogram("request_inference_time_seconds", "Run to last token", _LATENCY)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end", LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Waiting to be run", LATENCY)
+        self._prefill = histogram("request_prefill_time_seconds", "Run to first token", LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "First token to last", LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "Run to last token", LATENCY)
         self._histograms = made
 
     # ---- what the engine reports -------------------------------------------------------------------------------------
@@ -123,6 +103,7 @@ class EngineMetrics:
         stats = outputs.stats
         if stats is not None:
             self._stats = stats
+            self._sleep_level = 0  # also of a core that took the place of one that slept
             for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
                 self._counts[name] += getattr(stats, name)
             self._iteration.observe(stats.num_scheduled_tokens)
@@ -155,10 +136,20 @@ class EngineMetrics:
         for interval, count in intervals.items():
             self._itl.observe(interval, count)
 
+    def slept(self, level: int) -> None:
+        """Since now; 0: the engine is awake."""
+        self._sleep_level = level
+
+    def turned_away(self, limit: str) -> None:
+        """A request, by one of `QUEUE_LIMITS`."""
+        self._counts[limit] += 1
+
     def request_output(self, request: PreparedRequest, output: RequestOutput) -> None:
         is_cumulative = request.sampling_params.output_kind is RequestOutputKind.CUMULATIVE
         if output.finished or not is_cumulative:
-            self._ends.update(c.finish_reason for c in output.outputs if c.finish_reason)
+            for completion in output.outputs:
+                if completion.finish_reason is not None:
+                    self._ends[completion.finish_reason] += 1
         if not output.finished:
             return
         for core_request in request.core_requests:
@@ -172,6 +163,8 @@ class EngineMetrics:
 
     def _observe_times(self, metrics: RequestMetrics, n: int) -> None:
         self._generation.observe(metrics.num_generation_tokens)
+        self._longest.observe(metrics.max_num_generation_tokens)
+        self._preempted.observe(metrics.num_preemptions)
         if (latency := metrics.e2e_latency) is not None:
             self._e2e.observe(latency)
         if (waited := metrics.time_in_queue) is not None:
@@ -206,9 +199,36 @@ class EngineMetrics:
         def counter(name: str, text: str) -> metrics.Counter:
             return metrics.Counter(PREFIX + name, labels, self._counts[name], text=text)
 
+        num_cached = self._counts["prompt_tokens_cached"]
+        by_reason = {
+            "capacity": stats.num_waiting - stats.num_deferred,
+            "deferred": stats.num_deferred,
+        }
+        by_source = {
+            "local_compute": self._counts["prompt_tokens"] - num_cached,
+            "local_cache_hit": num_cached,
+        }
         return [
             gauge("num_requests_running", "Requests that run", stats.num_running),
             gauge("num_requests_waiting", "Requests that wait", stats.num_waiting),
+            *(
+                gauge(
+                    "num_requests_waiting_by_reason",
+                    "Requests that wait: for room, or for what they need themselves (deferred)",
+                    number,
+                    reason=reason,
+                )
+                for reason, number in by_reason.items()
+            ),
+            *(
+                gauge(
+                    "engine_sleep_state",
+                    "1 for the state",
+                    int(level == self._sleep_level),
+                    sleep_state=state,
+                )
+                for level, state in enumerate(_SLEEP_STATES)
+            ),
             gauge("kv_cache_usage_perc", "Used share of the KV cache", stats.kv_cache_usage),
             gauge(
                 "num_compilations",
@@ -220,6 +240,24 @@ class EngineMetrics:
             counter("prefix_cache_hits", "Prompt tokens found there"),
             counter("prompt_tokens", "Prompt tokens of finished requests"),
             counter("prompt_tokens_cached", "Those of them that weren't computed again"),
+            *(
+                metrics.Counter(
+                    f"{PREFIX}prompt_tokens_by_source",
+                    labels | {"source": source},
+                    number,
+                    text="Prompt tokens of finished requests, computed or found in the prefix cache",
+                )
+                for source, number in by_source.items()
+            ),
+            *(
+                metrics.Counter(
+                    f"{PREFIX}admission_rejections",
+                    labels | {"reason": limit},
+                    self._counts[limit],
+                    text="Requests that the server turned away, by the limit of its queue",
+                )
+                for limit in QUEUE_LIMITS
+            ),
             counter("generation_tokens", "Tokens generated"),
             *self._spec_decode(labels),
             *(

@@ -68,6 +68,7 @@ class OutputProcessor:
         for end in outputs.finished:
             completion = self._completions.pop(end.request_id, None)
             if completion is not None:
+                completion.request.metrics.num_preemptions += end.num_preemptions
                 completion.finish(str(end.reason), end.stop_reason, end.is_refused)
                 self._touch(completion, touched)
         for request in touched:

@@ -166,11 +166,13 @@ class RequestState:
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return
         metrics = self.metrics
-        num_tokens = sum(len(c.token_ids) for c in self.completions)
+        num_tokens = sum([len(c.token_ids) for c in self.completions])
         if num_tokens > metrics.num_generation_tokens:
             metrics.last_token_time = now
             metrics.num_generation_tokens = num_tokens
-        metrics.finished_time = now if finished else None
+        if finished:
+            metrics.finished_time = now
+            metrics.max_num_generation_tokens = max(len(c.token_ids) for c in self.completions)
         is_delta = self.kind is RequestOutputKind.DELTA
         prompt_logprobs = self._prompt_logprobs
         if is_delta:

@@ -45,7 +45,7 @@ from jaxinfer.server.control import (
     ToServer,
     unpack_settings,
 )
-from jaxinfer.server.http_server import HttpServer, uvicorn_config
+from jaxinfer.server.http_server import HttpServer
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.shared_metrics import report
@@ -166,7 +166,8 @@ class _ApiServer:
         self._serving = Serving(llm, settings, num_elsewhere=lambda: group.num_unfinished)
         app = build_app(llm, settings, tracing=tracing, serving=self._serving, numbers=self)
         self._server = HttpServer(
-            uvicorn_config(app, listen),
+            app,
+            listen,
             lambda: control.send(Listening()),
             handle_signals=False,
         )

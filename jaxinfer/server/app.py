@@ -48,9 +48,9 @@ def build_app(
         tokens.router(serving),
         status.router(serving, numbers or status.OwnNumbers(serving)),
     ):
-        app.include_router(router)
+        app.include_router(router, responses=errors.ERROR_RESPONSES)
     if settings.dev_mode:
-        app.include_router(dev_mode.router(serving))
+        app.include_router(dev_mode.router(serving), responses=errors.ERROR_RESPONSES)
     errors.install(app)
     # The last one added sees a request first.
     app.add_middleware(middleware.ActiveRequests, serving=serving)

@@ -37,6 +37,7 @@ class ListenArgs:
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
     ssl_ciphers: str | None = None
+    enable_ssl_refresh: bool = False
     shutdown_timeout: int = 30
     restart_engine: bool = False
     engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT
@@ -122,6 +123,11 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--ssl-ciphers", metavar="LIST", help="in OpenSSL's notation")
     http.add_argument(
+        "--enable-ssl-refresh",
+        action="store_true",
+        help="use certificates that change while the server runs",
+    )
+    http.add_argument(
         "--middleware",
         action="append",
         default=[],
@@ -138,6 +144,13 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         dest="enable_log_requests",
         help="log none (the default)",
+    )
+    http.add_argument(
+        "--max-log-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="characters of a prompt, or of its token ids, in the line of a request (default: %(default)s)",
     )
 
 
@@ -199,6 +212,8 @@ def listen_args(parsed: argparse.Namespace) -> ListenArgs:
         path = getattr(parsed, name)
         if path is not None and not Path(path).is_file():
             raise ValueError(f"{name}: there is no file {path}.")
+    if parsed.enable_ssl_refresh and parsed.ssl_certfile is None:
+        raise ValueError("enable_ssl_refresh needs an ssl_certfile.")
     return ListenArgs(**{name: getattr(parsed, name) for name in ListenArgs.__slots__})
 
 
@@ -208,6 +223,8 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         raise ValueError(
             f"max_num_queued_reqs must be at least 0, got {parsed.max_num_queued_reqs}."
         )
+    if parsed.max_log_len < 0:
+        raise ValueError(f"max_log_len must be at least 0, got {parsed.max_log_len}.")
     key = os.environ.get(API_KEY_VARIABLE)
     return ServerSettings(
         **_model_and_chat(parsed, args),
@@ -226,6 +243,7 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "enable_force_include_usage",
                 "disable_fastapi_docs",
                 "enable_log_requests",
+                "max_log_len",
                 "max_num_queued_reqs",
                 "otlp_traces_endpoint",
             )

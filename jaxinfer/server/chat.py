@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,19 +16,18 @@ from jaxinfer.server.message_parser import MessageFields
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
 from jaxinfer.server.serving import (
     Serving,
-    close,
     final_outputs,
     now,
     request_id,
     until_disconnect,
 )
-from jaxinfer.server.streaming import Chunks, EventStream
+from jaxinfer.server.streaming import RESPONSES, Chunks, EventStream
 
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", response_model=None)
+    @routes.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         serving.check_model(request.model)
         call = _Call(serving, request, f"chatcmpl-{request_id(http, request)}")
@@ -39,7 +37,7 @@ def router(serving: Serving) -> APIRouter:
             return Response(status_code=499) if found is None else json_response(call.body(found))
         stream = await call.run.start()
         if request.stream:
-            return EventStream(deadline.each(call.chunks(stream)), partial(close, [stream]))
+            return EventStream(call.chunks(stream), deadline.watch([stream]))
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
         return (
             Response(status_code=499) if outputs is None else json_response(call.body(outputs[0]))

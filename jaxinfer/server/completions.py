@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,14 +17,13 @@ from jaxinfer.server.logprobs import LogprobFormatter
 from jaxinfer.server.protocol.completion import CompletionRequest
 from jaxinfer.server.serving import (
     Serving,
-    close,
     final_outputs,
     merged,
     now,
     request_id,
     until_disconnect,
 )
-from jaxinfer.server.streaming import Chunks, EventStream
+from jaxinfer.server.streaming import RESPONSES, Chunks, EventStream
 from jaxinfer.server.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -34,7 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=None)
+    @routes.post("/v1/completions", response_model=None, responses=RESPONSES)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         serving.check_model(request.model)
         call = _Call(serving, request, f"cmpl-{request_id(http, request)}")
@@ -44,7 +42,7 @@ def router(serving: Serving) -> APIRouter:
             return Response(status_code=499) if found is None else json_response(call.body(found))
         streams = await call.start()
         if request.stream:
-            return EventStream(deadline.each(call.chunks(streams)), partial(close, streams))
+            return EventStream(call.chunks(streams), deadline.watch(streams))
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs(streams)))
         return Response(status_code=499) if outputs is None else json_response(call.body(outputs))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
 from fastapi import Request
 
+from jaxinfer.request_stream import RequestStream
 from jaxinfer.server.errors import ApiError, BadRequest
 from jaxinfer.server.protocol.common import GenerationRequest
-from jaxinfer.server.streaming import Chunks
+from jaxinfer.server.serving import close
 
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -53,15 +53,24 @@ class Deadline:
                 raise self._error() from None
             raise
 
-    async def each(self, chunks: Chunks) -> Chunks:
-        """The `chunks` that come in time, then an `ApiError` if there are more."""
-        async with aclosing(chunks):
-            while True:
-                try:
-                    chunk = await self.wait(anext(chunks))
-                except StopAsyncIteration:
-                    return
-                yield chunk
+    def watch(self, streams: Sequence[RequestStream]) -> Callable[[], None]:
+        """When the time is over, those of `streams` that still run are aborted, also while their client doesn't read,
+        and whoever reads them gets an `ApiError`. To be called when they are done with: closes them."""
+        if self._at is None:
+            return lambda: close(streams)
+        timer = asyncio.get_running_loop().call_at(self._at, self._expire, streams)
+
+        def finish() -> None:
+            timer.cancel()
+            close(streams)
+
+        return finish
+
+    def _expire(self, streams: Sequence[RequestStream]) -> None:
+        for stream in streams:
+            if stream.is_running:
+                stream.fail(self._error())
+                stream.close()
 
     def _error(self) -> ApiError:
         return ApiError(

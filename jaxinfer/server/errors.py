@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -18,6 +19,25 @@ from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError
 
 logger = logging.getLogger(__name__)
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """The shape of `ApiError.body`, for the schema of the endpoints."""
+
+    error: ErrorFields
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is at fault"},
+    "5XX": {"model": ErrorBody, "description": "The server is at fault, or can't answer now"},
+}
 
 
 class ApiError(Exception):

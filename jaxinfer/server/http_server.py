@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from jaxinfer.server.args import ListenArgs
+from jaxinfer.server.ssl_refresh import refresh_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +28,26 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: FastAPI,
+        listen: ListenArgs,
         on_started: Callable[[], None],
         handle_signals: bool = True,
     ) -> None:
-        super().__init__(config)
+        super().__init__(_uvicorn_config(app, listen))
         self._on_started = on_started
         self._handle_signals = handle_signals
         self.last_signal: int | None = None
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        if listen.enable_ssl_refresh:
+            self.background.append(partial(self._refresh_certificates, listen))
         self._tasks: list[asyncio.Task[None]] = []
+
+    async def _refresh_certificates(self, listen: ListenArgs) -> None:
+        """Once it listens, with a certificate."""
+        assert self.config.ssl is not None and listen.ssl_certfile is not None
+        await refresh_certificates(
+            self.config.ssl, listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -66,7 +78,7 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
+def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_level=listen.uvicorn_log_level,

@@ -17,7 +17,7 @@ from jaxinfer.engine.ipc import Ready
 from jaxinfer.remote_core import CoreStarter, start_remote_engine
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
-from jaxinfer.server.http_server import HttpServer, bind, bind_several, uvicorn_config
+from jaxinfer.server.http_server import HttpServer, bind, bind_several
 from jaxinfer.server.restart import restart_when_dead
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.supervisor import Supervisor
@@ -43,7 +43,7 @@ def serve(
         try:
             ready = _ready_line(engine.ready, settings, listen, bound)
             app = build_app(llm, settings, tracing=tracing)
-            server = HttpServer(uvicorn_config(app, listen), partial(logger.info, "%s", ready))
+            server = HttpServer(app, listen, partial(logger.info, "%s", ready))
             if listen.restart_engine and engine.cores is not None:
                 server.background += [
                     partial(restart_when_dead, engine.cores, core, starter)

@@ -131,8 +131,13 @@ class Serving:
                 param=limit_name,
             )
         if self.settings.enable_log_requests:
+            shown = f" {prompt[: self.settings.max_log_len]!r}" if self.settings.max_log_len else ""
             logger.info(
-                "%s: %d prompt tokens, %r", request_id, num_prompt, prepared.sampling_params
+                "%s: %d prompt tokens%s, %r",
+                request_id,
+                num_prompt,
+                shown,
+                prepared.sampling_params,
             )
         return prepared
 
@@ -185,6 +190,7 @@ class Serving:
             return
         running = self.llm.config.scheduler.max_num_seqs * self.llm.num_cores
         if max(self.llm.num_unfinished, self.num_elsewhere()) + num_new > running + limit:
+            self.llm.metrics.turned_away("max_num_queued_reqs")
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"The queue is full: at most {limit} completions may wait.",

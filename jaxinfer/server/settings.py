@@ -18,7 +18,8 @@ class ServerSettings:
     `middleware`: ASGI middleware classes, or coroutine functions `(request, call_next)`; `middleware_paths`: where they
     were found, and `plugins`: files that were run for their parsers, for another process. `dev_mode`: the routes of
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
-    `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_body_bytes`: longer bodies are refused with 413.
+    `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_log_len`: how much of a prompt is
+    logged, in characters or token ids. `max_body_bytes`: longer bodies are refused with 413.
     `max_stored_responses`, `max_stored_response_bytes`: what is kept of `/v1/responses`, for requests that go on from it.
     """
 
@@ -40,6 +41,7 @@ class ServerSettings:
     enable_force_include_usage: bool = False
     disable_fastapi_docs: bool = False
     enable_log_requests: bool = False
+    max_log_len: int = 0
     max_num_queued_reqs: int | None = None
     middleware: tuple[Any, ...] = ()
     middleware_paths: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.metrics import CONTENT_TYPE, Metrics
@@ -42,13 +43,13 @@ def router(serving: Serving, numbers: Numbers) -> APIRouter:
     routes = APIRouter()
     created = now()
 
-    @routes.get("/health", response_model=None)
+    @routes.get("/health", response_class=Response)
     async def health() -> Response:
         """200 with an empty body, 503 once the engine has died."""
         serving.llm.check_health()
         return Response()
 
-    @routes.get("/ping", response_model=None)
+    @routes.get("/ping", response_class=Response)
     async def ping() -> Response:
         return await health()
 
@@ -63,7 +64,7 @@ def router(serving: Serving, numbers: Numbers) -> APIRouter:
         """Requests that are being answered."""
         return json_response({"server_load": await numbers.num_active()})
 
-    @routes.get("/metrics", response_model=None)
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         return Response(await numbers.metrics(), media_type=CONTENT_TYPE)
 

@@ -8,13 +8,17 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.server.errors import encode_json, to_api_error
 from jaxinfer.server.serving import disconnected
 
 type Chunks = AsyncGenerator[dict[str, Any]]
 
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
+"""For the schema of endpoints that stream when asked to."""
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -58,16 +62,14 @@ class EventStream(Response):
         async with aclosing(self._chunks):
             try:
                 async for chunk in self._chunks:
-                    await _send_event(send, encode_json(chunk))
+                    await send(_event(encode_json(chunk)))
             except OSError:  # the client has left
                 raise
             except Exception as error:
-                await _send_event(send, encode_json(to_api_error(error).body))
-        await _send_event(send, b"[DONE]")
+                await send(_event(encode_json(to_api_error(error).body)))
+        await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send(
-        {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
-    )
+def _event(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}

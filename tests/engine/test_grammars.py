@@ -225,9 +225,13 @@ def test_others_run_while_a_grammar_compiles():
     core.add_request(guided)
     core.add_request(plain := make_request("plain", 3, max_tokens=4))
     collected = Collected()
+    deferred = []
     for _ in range(20):
-        collected.add(core.step())
+        collected.add(outputs := core.step())
+        if outputs.stats is not None:
+            deferred.append(outputs.stats.num_deferred)
     check(collected, [plain])
+    assert deferred and set(deferred) == {1}
     assert "guided" not in collected.tokens and core.has_unfinished()
     grammars.gate.set()
     for _ in range(500):

@@ -49,6 +49,16 @@ def test_flags_reach_their_fields(monkeypatch, tmp_path):
     assert (listen.host, listen.port, listen.shutdown_timeout) == ("0.0.0.0", 1, 0)
 
 
+def test_certificates_are_refreshed_only_where_there_are_some(tmp_path):
+    (tmp_path / "a.pem").touch()
+    flags = ("--enable-ssl-refresh", "--ssl-certfile", str(tmp_path / "a.pem"))
+    assert listen_args(parse(*flags)).enable_ssl_refresh
+    with pytest.raises(ValueError, match="enable_ssl_refresh needs an ssl_certfile"):
+        listen_args(parse("--enable-ssl-refresh"))
+    with pytest.raises(ValueError, match="max_log_len must be at least 0, got -1"):
+        settings_of("--max-log-len", "-1")
+
+
 @pytest.mark.parametrize(
     "flags", [["--allowed-origins", "*"], ["--port", "x"], ["--uvicorn-log-level", "loud"]]
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
-from tests.frontend.story_engine import continuation
+from tests.frontend.story_engine import continuation, tell
 from tests.server.story_server import LIMIT, StoryServer, parse_events, run
 
 TEXT = "/v1/completions"
@@ -113,6 +114,41 @@ def test_a_slow_reader_gets_everything_in_fewer_chunks():
     events = parse_events(b"".join(client.chunks).decode())
     assert len(events) <= 5
     assert "".join(e["choices"][0]["text"] for e in events) == continuation(4, 100)
+
+
+def test_a_timeout_ends_what_a_client_does_not_read():
+    """Its reader is stuck in the middle of an answer that would go on."""
+
+    class Stuck(Client):
+        def __init__(self, body: dict[str, Any]) -> None:
+            super().__init__(body)
+            self.is_stuck, self.reads_on = asyncio.Event(), asyncio.Event()
+
+        async def send(self, message: dict[str, Any]) -> None:
+            await super().send(message)
+            if self.chunks:
+                self.is_stuck.set()
+                await self.reads_on.wait()
+
+    async def use(server: StoryServer):
+        all_free = server.num_free_blocks
+        client = Stuck(dict(LONG, stream=True, timeout=0.05))
+        talking = asyncio.create_task(client.talk_to(server))
+        await client.is_stuck.wait()
+        await server.until_idle()
+        assert server.num_free_blocks == all_free and not talking.done()
+        client.reads_on.set()
+        await talking
+        return await server.metric(
+            'jaxinfer:request_success_total{engine="0",finished_reason="abort"'
+        ), parse_events(b"".join(client.chunks).decode())
+
+    def slowly(context):
+        time.sleep(0.001)
+        return tell(context)
+
+    aborted, events = run(use, next_token=slowly, **LONG_CONTEXT)
+    assert aborted == 1 and events[-1]["error"]["code"] == 504 and len(events) == 2
 
 
 def test_sixty_four_streams_at_once_lose_nothing():

@@ -133,6 +133,20 @@ def test_requests_are_logged_when_asked_for(caplog):
     run(use, dict(enable_log_requests=True))
     [line] = [r.getMessage() for r in caplog.records if "mine" in r.getMessage()]
     assert "cmpl-mine-0: 4 prompt tokens" in line and "max_tokens=3" in line
+    assert "once" not in line
+
+
+def test_the_log_shows_as_much_of_a_prompt_as_it_may(caplog):
+    caplog.set_level(logging.INFO, logger="jaxinfer")
+
+    async def use(server: StoryServer):
+        await server.ok(TEXT, prompt="once upon", request_id="text")
+        await server.ok(TEXT, prompt=[7, 8, 9], request_id="ids")
+
+    run(use, dict(enable_log_requests=True, max_log_len=2))
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("cmpl-")]
+    assert "cmpl-text-0: 9 prompt tokens 'on', " in lines[0] and "once" not in lines[0]
+    assert "cmpl-ids-0: 3 prompt tokens [7, 8], " in lines[1]
 
 
 def test_the_routes_of_the_development_mode_are_closed_by_default():
@@ -153,6 +167,15 @@ def test_sleeping_and_waking_up():
         async def sleeps():
             return (await server.http.get("/is_sleeping")).json()["is_sleeping"]
 
+        async def state():
+            """By its name in `/metrics`; exactly one is 1."""
+            lines = (await server.http.get("/metrics")).text.splitlines()
+            found = [line for line in lines if line.startswith("jaxinfer:engine_sleep_state{")]
+            [one] = [line for line in found if line.endswith(" 1.0")]
+            assert len(found) == 3
+            return one.split('sleep_state="')[1].split('"')[0]
+
+        assert await state() == "awake"
         cached = dict(prompt="once upon a time there", max_tokens=2)
         await server.ok(TEXT, **cached)
         await post("/reset_prefix_cache")
@@ -162,12 +185,13 @@ def test_sleeping_and_waking_up():
         await post("/sleep?level=deep", 400)
         await post("/sleep?level=2")
         assert await sleeps() and "sleep 2" in server.executor.log
+        assert await state() == "discard_all"
         assert "sleeps" in (await server.refused(TEXT, prompt="a"))["message"]
         await post("/wake_up?tags=engine", 400)
         await post("/wake_up?tags=weights")
-        assert await sleeps()
+        assert await sleeps() and await state() == "discard_all"
         await post("/wake_up")
-        assert not await sleeps()
+        assert not await sleeps() and await state() == "awake"
         await server.ok(TEXT, **cached)
 
     run(use, dict(dev_mode=True))
