@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.frontend.story_engine import TOKENIZER, continuation
 from tests.server.story_server import StoryServer, run
 
@@ -129,3 +131,21 @@ def test_templates_that_fail_are_the_clients_fault():
         "roles must alternate"
         in run(use, dict(chat_template="{{ raise_exception('roles must alternate') }}"))["message"]
     )
+
+
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_user_turns_against_a_strict_template(stream):
+    async def use(server: StoryServer):
+        user, assistant = dict(role="user", content="once"), dict(role="assistant", content="upon")
+        await server.ok(PATH, messages=[user, assistant, user])
+        error = await server.refused(PATH, messages=[user, user], stream=stream)
+        assert "roles must alternate" in error["message"] and error["param"] == "messages"
+        assert server.llm.num_unfinished == 0
+
+    run(use, dict(chat_template=STRICT))
