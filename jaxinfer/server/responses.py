@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -20,8 +19,8 @@ from jaxinfer.server.named_events import NamedEventStream
 from jaxinfer.server.protocol.responses import ResponsesRequest
 from jaxinfer.server.response_items import Event, ResponseItems
 from jaxinfer.server.response_store import ResponseStore
-from jaxinfer.server.serving import Serving, close, final_outputs, now, until_disconnect
-from jaxinfer.server.streaming import Chunks
+from jaxinfer.server.serving import Serving, final_outputs, now, until_disconnect
+from jaxinfer.server.streaming import RESPONSES, Chunks
 
 
 def router(serving: Serving) -> APIRouter:
@@ -29,7 +28,7 @@ def router(serving: Serving) -> APIRouter:
     settings = serving.settings
     store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
 
-    @routes.post("/v1/responses", response_model=None)
+    @routes.post("/v1/responses", response_model=None, responses=RESPONSES)
     async def create(request: ResponsesRequest, http: Request) -> Response:
         serving.check_model(request.model)
         try:
@@ -39,9 +38,7 @@ def router(serving: Serving) -> APIRouter:
         except ApiError as error:
             raise request.renamed(error) from error
         if request.stream:
-            return NamedEventStream(
-                deadline.each(call.events(stream)), partial(close, [stream]), call.error_event
-            )
+            return NamedEventStream(call.events(stream), deadline.watch([stream]), call.error_event)
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
         return (
             Response(status_code=499) if outputs is None else json_response(call.body(outputs[0]))
