@@ -110,18 +110,17 @@ async def until_idle(address: Address) -> tuple[dict[str, float], float]:
 
 async def leftover_blocks(address: Address, num_blocks: int, max_len: int) -> float:
     """Blocks that are taken on an idle server, seen beside one stream that has just begun: 0 when all are free."""
-    before = await read_metrics(address)
-    begun = asyncio.Event()
+    name = "generation_tokens_total"
+    before = (await read_metrics(address))[name]
     request = http_request(
         address, COMPLETIONS, completion(list(range(FIRST_ID, FIRST_ID + 16)), max_len - 32)
     )
-    call = await open_call(address, request, lambda *_: begun.set())
+    call = await open_call(address, request)
     async with asyncio.timeout(60):
-        await begun.wait()
-    values = await read_metrics(address)
+        while (values := await read_metrics(address))[name] == before:
+            pass
     call.hang_up(reset=False)
-    name = "generation_tokens_total"
-    own = (16 + values[name] - before[name]) / BLOCK_SIZE + 2
+    own = (16 + values[name] - before) / BLOCK_SIZE + 2
     await until_idle(address)
     return max(0.0, values["kv_cache_usage_perc"] * num_blocks - own)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,14 +16,14 @@ from jaxinfer.server.message_blocks import Event, MessageBlocks
 from jaxinfer.server.named_events import NamedEventStream
 from jaxinfer.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
-from jaxinfer.server.serving import Serving, close, final_outputs, until_disconnect
-from jaxinfer.server.streaming import Chunks
+from jaxinfer.server.serving import Serving, final_outputs, until_disconnect
+from jaxinfer.server.streaming import RESPONSES, Chunks
 
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/messages", response_model=None)
+    @routes.post("/v1/messages", response_model=None, responses=RESPONSES)
     async def create(request: MessagesRequest, http: Request) -> Response:
         serving.check_model(request.model)
         try:
@@ -35,8 +34,8 @@ def router(serving: Serving) -> APIRouter:
             raise request.renamed(error) from error
         if request.stream:
             return NamedEventStream(
-                deadline.each(call.events(stream)),
-                partial(close, [stream]),
+                call.events(stream),
+                deadline.watch([stream]),
                 lambda error: error.messages_body,
             )
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
