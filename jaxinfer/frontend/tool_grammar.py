@@ -1,4 +1,5 @@
-"""Grammars that hold an output to calls of a request's tools, whatever the model's own way of writing them is."""
+"""Grammars that hold an output to calls of a request's tools, whatever the model's own way of writing them is, or leave
+room for calls beside an answer of a certain form."""
 
 from __future__ import annotations
 
@@ -30,6 +31,21 @@ def required_calls(tools: Sequence[Mapping[str, Any]], parallel: bool) -> str:
             f'call_{i}: {begin} arguments_{i} "}}"',
             f"arguments_{i}: %json {json.dumps(schema)}",
         ]
+    return "\n".join(rules) + "\n"
+
+
+def answer_or_calls(schema: Schema | str, call_tag: str) -> str:
+    """A grammar in Lark's notation of a JSON document that the schema accepts, or of calls in the model's own notation,
+    which begin with `call_tag`. Raises `ValueError` as `grammar_of`."""
+    grammar_of(StructuredOutputsParams(json=schema))
+    parsed = json.loads(schema) if isinstance(schema, str) else schema
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    rules = [
+        "start: answer | calls",
+        f"answer: %json {json.dumps(options | (parsed if isinstance(parsed, dict) else {}))}",
+        f"calls: {json.dumps(call_tag)} REST",
+        r"REST: /(.|\n)*/",
+    ]
     return "\n".join(rules) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.engine.messages import Thinking
+from jaxinfer.frontend.tool_grammar import answer_or_calls
 from jaxinfer.frontend.tool_parsers import ContentPiece
 from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.request_stream import RequestStream
@@ -75,6 +76,8 @@ class ChatRun:
         request, serving = self._request, self._serving
         limit_name, limit = self._limit()
         more: dict[str, Any] = {"skip_special_tokens": False} if self._needs_special_tokens else {}
+        if (grammar := self._answer_or_calls()) is not None:
+            more["structured_outputs"] = {"grammar": grammar}
         params = serving.sampling_params(
             request,
             max_tokens=limit,
@@ -94,6 +97,20 @@ class ChatRun:
         )
         self.usage.num_prompt = len(prepared.prompt_token_ids)
         return serving.submit([prepared])[0]
+
+    def _answer_or_calls(self) -> str | None:
+        """Where the answer has to be JSON and the model may call tools instead, what allows it both."""
+        request, parser = self._request, self._serving.tool_parser
+        if request.chosen.mode != "auto" or parser is None or parser.call_tag is None:
+            return None
+        wanted = request.structured() or {}
+        schema = {"type": "object"} if wanted == {"json_object": True} else wanted.get("json")
+        if schema is None or len(wanted) > 1:
+            return None
+        try:
+            return answer_or_calls(schema, parser.call_tag)
+        except ValueError as error:
+            raise self._serving.explain(error, request, "messages") from error
 
     def count_prompt(self) -> int:
         """The prompt's tokens."""

@@ -9,8 +9,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.server.protocol.anthropic import MessagesRequest
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
 from jaxinfer.server.protocol.completion import CompletionRequest
+from jaxinfer.server.protocol.responses import ResponsesRequest
 from tests.server.story_server import StoryServer, run
 
 JUNK = st.recursive(
@@ -26,6 +28,7 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
+PROMPTS = st.text(alphabet="once upon", max_size=12)
 PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40),
     "max_completion_tokens": st.integers(1, 40),
@@ -47,8 +50,53 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "allowed_token_ids": st.lists(st.integers(0, 49), max_size=4),
     "bad_words": st.lists(st.text(alphabet="once ", max_size=4), max_size=3),
     "logit_bias": st.dictionaries(st.integers(0, 49).map(str), st.floats(-200, 200), max_size=3),
+    "tools": st.lists(
+        st.fixed_dictionaries(
+            {"type": st.just("function")},
+            optional={
+                "function": st.fixed_dictionaries({"name": st.just("f")}) | JUNK,
+                "name": st.just("f"),
+                "parameters": JUNK,
+            },
+        ),
+        max_size=2,
+    ),
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "any"}]),
+    "instructions": PROMPTS,
+    "system": PROMPTS,
+    "max_output_tokens": st.integers(1, 40),
 }
-PROMPTS = st.text(alphabet="once upon", max_size=12)
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+        optional={
+            "text": PROMPTS,
+            "name": PROMPTS,
+            "id": PROMPTS,
+            "tool_use_id": PROMPTS,
+            "input": JUNK,
+            "content": PROMPTS | JUNK,
+        },
+    ),
+    max_size=3,
+)
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(
+                ["message", "function_call", "function_call_output", "reasoning"]
+            ),
+            "role": st.sampled_from(["user", "assistant", "developer"]),
+            "content": PROMPTS | JUNK,
+            "call_id": PROMPTS,
+            "name": PROMPTS,
+            "arguments": st.just("{}") | JUNK,
+            "output": PROMPTS | JUNK,
+        },
+    ),
+    max_size=4,
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system"]), "content": PROMPTS}
@@ -82,7 +130,10 @@ def test_no_json_is_a_server_error():
             async with asyncio.timeout(20):
                 response = await server.post(path, **body)
             assert response.status_code in (200, 400), (path, body, response.text)
-            assert "internal_server_error" not in response.text, (path, body)
+            assert "server_error" not in response.text and "api_error" not in response.text, (
+                path,
+                body,
+            )
             statuses[response.status_code] += 1
 
         def send(path: str, body: dict[str, Any]) -> None:
@@ -102,7 +153,25 @@ def test_no_json_is_a_server_error():
         def chats(body: dict[str, Any]) -> None:
             send("/v1/chat/completions", body)
 
-        for fuzz in (completions, chats):
+        @calm
+        @given(bodies(ResponsesRequest, "input", PROMPTS | ITEMS))
+        def responses(body: dict[str, Any]) -> None:
+            send("/v1/responses", body)
+
+        turns = st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant"]), "content": PROMPTS | BLOCKS}
+            ),
+            min_size=1,
+            max_size=3,
+        )
+
+        @calm
+        @given(bodies(MessagesRequest, "messages", turns))
+        def messages(body: dict[str, Any]) -> None:
+            send("/v1/messages", {"max_tokens": 5} | body)
+
+        for fuzz in (completions, chats, responses, messages):
             await asyncio.to_thread(fuzz)
         await server.until_idle()
         await server.ok("/v1/completions", prompt="once")

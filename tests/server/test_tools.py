@@ -103,6 +103,28 @@ def test_noise_that_has_to_call_calls(stream: bool):
     assert {calls_of(choice)[0][0] for choice in named} == {"nested"}
 
 
+def test_an_answer_of_some_form_or_calls():
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"schema": schema | {"additionalProperties": False}},
+    }
+
+    async def use(server: ScriptedServer):
+        body = dict(messages=HELLO, tools=TOOLS, response_format=form, max_tokens=400)
+        bad = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
+        assert (await server.refused(CHAT, **body | {"response_format": bad}))[
+            "param"
+        ] == "response_format"
+        return await server.message(**body), await server.streamed(**body)
+
+    for choice in run("A word.", use, AUTO):
+        assert json.loads(choice["message"]["content"])["a"] in (1, 2)
+        assert choice["finish_reason"] == "stop"
+    for choice in run(HERMES.removeprefix("Let me see. "), use, AUTO):
+        assert calls_of(choice) == CALLS and choice["finish_reason"] == "tool_calls"
+
+
 def test_what_the_template_is_told():
     told = [
         *HELLO,

@@ -59,6 +59,9 @@ class ToolParser(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     """Whether the text has to hold special tokens, because calls are marked by them."""
 
+    call_tag: ClassVar[str | None] = None
+    """The text that calls begin with, where there is one that no other output begins with."""
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
 

@@ -12,6 +12,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ScanningParser):
+    call_tag = _OPEN
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._reader: CallReader | None = None
