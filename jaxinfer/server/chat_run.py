@@ -103,6 +103,8 @@ class ChatRun:
         request, parser = self._request, self._serving.tool_parser
         if request.chosen.mode != "auto" or parser is None or parser.call_tag is None:
             return None
+        if self._serving.is_special(parser.call_tag):
+            return None
         wanted = request.structured() or {}
         schema = {"type": "object"} if wanted == {"json_object": True} else wanted.get("json")
         if schema is None or len(wanted) > 1:
@@ -123,11 +125,13 @@ class ChatRun:
     @property
     def _needs_special_tokens(self) -> bool:
         """Whether the parsers have to see them."""
-        tools, reasoning = self._serving.tool_parser, self._serving.reasoning
-        calls = self._request.chosen.mode == "auto" and tools is not None
-        return bool(calls and tools.keeps_special_tokens) or bool(  # type: ignore[union-attr]
-            reasoning and reasoning.is_special
-        )
+        serving = self._serving
+        marks: list[str] = []
+        if self._request.chosen.mode == "auto" and serving.tool_parser is not None:
+            marks += serving.tool_parser.marks
+        if serving.reasoning is not None:
+            marks += [serving.reasoning.parser.start_token, serving.reasoning.parser.end_token]
+        return any(serving.is_special(mark) for mark in marks)
 
     def _thinking(self, has_grammar: bool) -> Thinking | None:
         budget, reasoning = self._request.thinking_token_budget, self._serving.reasoning

@@ -13,12 +13,11 @@ from jaxinfer.frontend.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The parser, and the ids of its two tokens. `is_special`: texts don't hold them, unless special tokens are kept."""
+    """The parser, and the ids of its two tokens."""
 
     parser: type[ReasoningParser]
     start_token: int
     end_token: int
-    is_special: bool
 
     @classmethod
     def of(cls, name: str, tokenizer: Tokenizer) -> Self:
@@ -31,8 +30,7 @@ class Reasoning:
                 f"reasoning_parser {name!r} is for models whose vocabularies hold {tokens[0]} and {tokens[1]}; this "
                 "model's doesn't."
             )
-        special = tokenizer.all_special_ids
-        return cls(parser, start, end, start in special or end in special)
+        return cls(parser, start, end)
 
     def thinking(self, thinks: bool | None, max_tokens: int | None) -> Thinking | None:
         """What the engine has to know of an output that begins as `ReasoningParser.thinks` says; None: nothing."""

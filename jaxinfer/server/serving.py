@@ -61,6 +61,12 @@ class Serving:
             return None
         return tool_parsers.get(settings.tool_call_parser)
 
+    def is_special(self, text: str) -> bool:
+        """Whether this is one of the model's special tokens, which texts are written without."""
+        tokenizer = self.llm.get_tokenizer()
+        [token] = tokenizer.convert_tokens_to_ids([text])
+        return token is not None and token in tokenizer.all_special_ids
+
     @property
     def max_model_len(self) -> int:
         return self.llm.config.model.max_model_len

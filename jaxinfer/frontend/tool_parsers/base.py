@@ -56,8 +56,8 @@ class ToolParser(ABC):
     `tools` are the request's, in the form of the OpenAI API.
     """
 
-    keeps_special_tokens: ClassVar[bool] = False
-    """Whether the text has to hold special tokens, because calls are marked by them."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """What calls are marked by. Where the model has special tokens among these, the text holds special tokens."""
 
     call_tag: ClassVar[str | None] = None
     """The text that calls begin with, where there is one that no other output begins with."""

@@ -12,6 +12,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ScanningParser):
+    marks = (_OPEN, _CLOSE)
     call_tag = _OPEN
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:

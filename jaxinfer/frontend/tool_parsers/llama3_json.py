@@ -15,7 +15,7 @@ _TAG = "<|python_tag|>"
 class Llama3JsonParser(ScanningParser):
     """An object without arguments is an answer in JSON, not a call."""
 
-    keeps_special_tokens = True
+    marks = (_TAG,)
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)

@@ -18,7 +18,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class MistralParser(ScanningParser):
-    keeps_special_tokens = True
+    marks = (_TAG, _ARGS, _CALL_ID)
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)

@@ -23,6 +23,7 @@ class Qwen3CoderParser(ScanningParser):
     """Values have no types in the text: the tools' schemas say what they are. Strings come as they are written, other
     values when they are complete; what can't be read as its type says is passed on as a string."""
 
+    marks = (_OPEN, _CLOSE)
     call_tag = _OPEN
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
