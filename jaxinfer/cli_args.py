@@ -36,7 +36,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "kv_cache_memory_bytes": "size of the KV cache; accepts 512M, 2G, …",
         "num_gpu_blocks_override": "size of the KV cache in blocks",
         "block_size": "tokens per block of the KV cache",
-        "enable_prefix_caching": "compute the equal beginnings of requests once",
+        "enable_prefix_caching": "compute the equal beginnings of requests once (default: where the model allows it)",
         "disable_hybrid_kv_cache_manager": "keep all blocks of layers with a sliding window",
         "prefix_caching_hash_algo": "sha256, or xxhash: quicker, for prompts from people who trust each other",
     },

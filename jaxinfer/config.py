@@ -6,12 +6,15 @@ two needs the model's own limits, which the caller reads from the checkpoint.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from jaxinfer.logits_processors import LogitsProcessor, check_declared
 from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
+
+logger = logging.getLogger(__name__)
 
 Device = Literal["cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -157,6 +160,10 @@ class ModelLimits(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...
     @property
+    def has_attention(self) -> bool: ...
+    @property
+    def has_states(self) -> bool: ...
+    @property
     def checkpoint_dtype(self) -> str: ...
 
     def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
@@ -207,7 +214,7 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     prefix_caching_hash_algo: PrefixCachingHashAlgo = "sha256"
     disable_hybrid_kv_cache_manager: bool = False
     max_num_batched_tokens: int | None = None
@@ -289,13 +296,16 @@ class EngineArgs:
             raise ValueError(
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})."
             )
-        if self.cache_aware_scheduling and not self.enable_prefix_caching:
+        prefix_caching = self._prefix_caching(limits)
+        if self.cache_aware_scheduling and not prefix_caching:
             raise ValueError("cache_aware_scheduling needs enable_prefix_caching, got False.")
         speculative = self._speculative(device)
         windows: tuple[int | None, ...] = (None,)
         # A drafter's layers have the blocks of the model's, and may look further back.
         if not (self.disable_hybrid_kv_cache_manager or (speculative and speculative.from_model)):
             windows = limits.cache_windows(max_model_len)
+        # Where nothing is kept of single tokens, a block only says that a request runs.
+        block_size = (64 if device == "gpu" else 16) if limits.has_attention else max_model_len
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -314,11 +324,11 @@ class EngineArgs:
             ),
             load=LoadConfig(self.load_format, self.download_dir, self.revision),
             cache=CacheConfig(
-                block_size=self.block_size or (64 if device == "gpu" else 16),
+                block_size=self.block_size or block_size,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                enable_prefix_caching=self.enable_prefix_caching,
+                enable_prefix_caching=prefix_caching,
                 prefix_caching_hash_algo=self.prefix_caching_hash_algo,
                 dtype=_KV_CACHE_DTYPES[self.kv_cache_dtype],
                 windows=windows,
@@ -346,6 +356,24 @@ class EngineArgs:
             deterministic=self.deterministic,
             speculative=speculative,
         )
+
+    def _prefix_caching(self, limits: ModelLimits) -> bool:
+        """Also refuses what else needs to go back to an earlier token, where layers have states: these only know the
+        last."""
+        if not limits.has_states:
+            return self.enable_prefix_caching is not False
+        for name, value in (
+            ("enable_prefix_caching", self.enable_prefix_caching),
+            ("deterministic", self.deterministic),
+            ("speculative_config", self.speculative_config),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} can't be combined with this model: its layers keep states, which can't go back "
+                    "to an earlier token."
+                )
+        logger.info("Prefix caching is off: the model's layers keep states.")
+        return False
 
     def _jump_ahead_max_rows(self, device: Device) -> int:
         if not self.grammar_jump_ahead:

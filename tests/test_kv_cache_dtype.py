@@ -26,6 +26,8 @@ class Limits:
     vocab_size: int = 100
     max_position_embeddings: int = 2048
     checkpoint_dtype: str = "bfloat16"
+    has_attention: bool = True
+    has_states: bool = False
 
     def cache_windows(self, max_model_len):
         return (None,)

@@ -23,6 +23,7 @@ class StepCosts:
     pair_flops: Per layer, for one query token and one key that it sees.
     weight_bytes: Read in every step.
     kv_bytes: Keys and values of one token in one layer.
+    state_bytes: A row's states, over all layers, which a step reads and writes once.
     windows: Layers by their attention window (None: all tokens), as (window, number of layers).
     peak_flops, peak_bandwidth: The device's, a second; None where they aren't known.
     """
@@ -33,6 +34,7 @@ class StepCosts:
     weight_bytes: float
     kv_bytes: float
     windows: tuple[tuple[int | None, int], ...]
+    state_bytes: float = 0.0
     peak_flops: float | None = None
     peak_bandwidth: float | None = None
 
@@ -53,8 +55,9 @@ class StepCosts:
         if plan.drafts is not None:
             num_sampled += len(plan.drafts.token_ids)
         flops += num_sampled * self.logits_flops
-        read = self.weight_bytes + keys * self.kv_bytes
-        written = num_tokens * self.num_layers * self.kv_bytes
+        states = len(plan.num_scheduled) * self.state_bytes
+        read = self.weight_bytes + keys * self.kv_bytes + states
+        written = num_tokens * self.num_layers * self.kv_bytes + states
         return StepWork(flops, read, written, self.seconds(flops, read + written))
 
     def seconds(self, flops: float, num_bytes: float) -> float:

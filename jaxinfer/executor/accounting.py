@@ -26,15 +26,13 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
     spec = decoder.spec
     num_devices = tensor_parallel_size(decoder.mesh)
     dtype_bytes = decoder.dtype.itemsize
-    attentions = [layer.attention for layer in spec.layers]
-    weights = sum(
-        part.num_weights(spec.embed_dim)
-        for layer in spec.layers
-        for part in (layer.attention, layer.mlp)
-    )
+    attentions = spec.attentions
+    weights = sum(layer.num_weights(spec.embed_dim) for layer in spec.layers)
     # Of an average layer, where they differ.
-    pair_flops = sum(map(_pair_flops, attentions)) / len(attentions)
+    pair_flops = sum(map(_pair_flops, attentions)) / max(len(attentions), 1)
     windows = Counter(cache.window for cache in decoder.caches)
+    kv_arrays = decoder.kv_cache_shapes(1, 1)[0] if attentions else ()
+    states = decoder.kv_cache_shapes(0, 1, num_slots=1)
     target = _target(decoder.mesh.devices.flat[0])
     has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
     return StepCosts(
@@ -42,7 +40,8 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
         logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
         pair_flops=pair_flops / num_devices,
         weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
-        kv_bytes=float(sum(map(_shard_bytes, decoder.kv_cache_shapes(1, 1)[0]))),
+        kv_bytes=float(sum(map(_shard_bytes, kv_arrays))),
+        state_bytes=float(sum(map(_shard_bytes, jax.tree.leaves(states)))),
         windows=tuple(windows.items()),
         peak_flops=target.bf16_flops_per_second if has_peak and target else None,
         peak_bandwidth=target.bytes_per_second if has_peak and target else None,

@@ -222,7 +222,7 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
     # A chunk's tokens see each other only as far as they have come.
     seen = sum(chunk * work.context - chunk * (chunk - 1) // 2 for chunk in chunks)
     kv_token = sum(map(_device_bytes, jax.tree.leaves(decoder.kv_cache_shapes(1, 1))))
-    pair_flops = sum(_pair_flops(layer.attention, dims) for layer in spec.layers)
+    pair_flops = sum(_pair_flops(attention, dims) for attention in spec.attentions)
     read = sum(
         _device_bytes(leaf) * min(1, shape.num_tokens * _share_of_token(spec, path))
         for path, leaf in weights.items()

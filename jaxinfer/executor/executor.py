@@ -124,7 +124,7 @@ class MeshExecutor:
         self._guard.reset()
         self._step_costs = accounting.step_costs(decoder)
         self._asleep: set[str] = set()
-        cache_shapes = decoder.kv_cache_shapes(num_blocks, config.cache.block_size)
+        cache_shapes = programs.kv_cache_shapes()
         self._residents = [
             Resident(self.runner, decoder.leaves.values(), cache_shapes, partial(load, decoder))
         ]
@@ -194,7 +194,9 @@ class MeshExecutor:
 def _cache_groups(config: EngineConfig, spec: DecoderSpec) -> CacheGroups:
     groups = model_groups(spec, config.model.max_model_len)
     return (
-        groups if groups.windows == config.cache.windows else CacheGroups.single(len(spec.layers))
+        groups
+        if groups.windows == config.cache.windows
+        else CacheGroups.single(len(spec.attentions))
     )
 
 
@@ -231,12 +233,12 @@ def _ladder(config: EngineConfig, spec: DecoderSpec) -> BucketLadder:
 
 def _min_grouped_rows(config: EngineConfig, spec: DecoderSpec) -> int | None:
     """From how many decoding rows on there are programs that attend to a shared beginning once. Layers with a window,
-    ALiBi or latents always attend row by row."""
+    ALiBi or latents always attend row by row, and where layers have states no beginnings are shared."""
     row_by_row = (
         isinstance(a, LatentAttentionSpec) or a.sliding_window or a.alibi_slopes
-        for a in (layer.attention for layer in spec.layers)
+        for a in spec.attentions
     )
-    if not config.cascade.enabled or all(row_by_row):
+    if not config.cascade.enabled or spec.has_states or all(row_by_row):
         return None
     return config.cascade.min_rows
 
@@ -276,6 +278,8 @@ def _size_cache(
     device_bytes, in_use = memory
     block_size, state = config.cache.block_size, programs.sampler_state
     shapes = [programs.decoder.kv_cache_shapes(1, block_size)]
+    states = programs.decoder.kv_cache_shapes(0, block_size, programs.num_slots)
+    state_bytes = sum(map(_device_bytes, jax.tree.leaves(states)))
     weights = list(leaves)
     if drafter is not None:
         shapes.append(drafter.kv_cache_shapes(1))
@@ -290,6 +294,7 @@ def _size_cache(
     num_blocks = kv_cache.num_blocks(
         config,
         block_bytes,
+        state_bytes,
         device_bytes=device_bytes,
         resident_bytes=in_use
         + sum(map(_device_bytes, weights))
@@ -303,6 +308,12 @@ def _size_cache(
         block_size,
         num_blocks * block_bytes / 2**30,
     )
+    if state_bytes:
+        logger.info(
+            "States of up to %d requests: %.2f GiB per device",
+            programs.num_rows,
+            state_bytes / 2**30,
+        )
     return num_blocks
 
 
@@ -315,7 +326,7 @@ def _create_runner(
     num_rows, block_size = programs.num_rows, programs.block_size
     # Too few blocks are the engine core's to refuse: it knows what a request needs.
     num_blocks = max(programs.num_blocks, 1)
-    shapes = programs.decoder.kv_cache_shapes(num_blocks, block_size)
+    shapes = programs.decoder.kv_cache_shapes(num_blocks, block_size, programs.num_slots)
     if drafter is not None:
         drafter.num_blocks = num_blocks
         drafter.kv_cache = kv_cache.allocate(drafter.kv_cache_shapes(num_blocks))

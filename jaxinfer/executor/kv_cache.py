@@ -29,6 +29,7 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
 def num_blocks(
     config: EngineConfig,
     block_bytes: int,
+    state_bytes: int = 0,
     *,
     device_bytes: int,
     resident_bytes: int,
@@ -38,6 +39,7 @@ def num_blocks(
 
     Args:
         block_bytes: One block of a group of layers, on one device.
+        state_bytes: States of all requests, which have their place before blocks have.
         device_bytes: What JAX may use on the device; `gpu_memory_utilization` is a fraction of it.
         resident_bytes: Weights and whatever else stays there, on one device.
         temp_bytes: Temporaries of the largest program, read from XLA.
@@ -50,11 +52,19 @@ def num_blocks(
     demand, columns = CacheDemand.of(config), config.max_blocks_per_seq
     useful = demand.blocks(config.scheduler.max_num_seqs, columns) + 1
     if cache.kv_cache_memory_bytes is not None:
-        return min(cache.kv_cache_memory_bytes // block_bytes, useful)
+        return _affordable(cache.kv_cache_memory_bytes - state_bytes, block_bytes, useful)
     budget = int(device_bytes * cache.gpu_memory_utilization) - resident_bytes - temp_bytes
+    budget -= state_bytes
     if config.device == "cpu":
         one_request = (demand.blocks(1, columns) + 1) * block_bytes
         budget = min(budget, max(CPU_DEFAULT_BYTES, one_request))
+    return _affordable(budget, block_bytes, useful)
+
+
+def _affordable(budget: int, block_bytes: int, useful: int) -> int:
+    """Blocks that a budget pays for; they cost nothing where no layer keeps anything of single tokens."""
+    if not block_bytes:
+        return useful if budget >= 0 else 0
     return max(min(budget // block_bytes, useful), 0)
 
 

@@ -96,7 +96,8 @@ def _measured(
     )
     num_tokens = min(CALIBRATION_TOKENS, decoder.spec.max_position_embeddings)
     num_pages = -(-num_tokens // _PAGE_SIZE)
-    shapes = plain.kv_cache_shapes(num_pages, _PAGE_SIZE)
+    attending = [i for i, layer in enumerate(plain.spec.layers) if layer.attention is not None]
+    shapes = plain.kv_cache_shapes(num_pages, _PAGE_SIZE, num_slots=2)
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
     token_ids = np.random.default_rng(0).integers(decoder.spec.vocab_size, size=num_tokens)
     batch = RaggedBatch(
@@ -107,6 +108,7 @@ def _measured(
         seq_lens=jnp.array([num_tokens], jnp.int32),
         block_tables=jnp.arange(num_pages, dtype=jnp.int32)[None],
         decode_only=False,
+        state_slots=jnp.array([0], jnp.int32),
     )
 
     def largest(leaves: list[jax.Array], batch: RaggedBatch) -> tuple[tuple[jax.Array, ...], ...]:
@@ -116,14 +118,14 @@ def _measured(
         _, kv_cache = plain.forward(leaves, batch, empty)
         return tuple(
             tuple(jnp.abs(x).max(axis=(0, 2, 3)).astype(jnp.float32) for x in layer)
-            for layer in kv_cache
+            for layer in kv_cache[: len(attending)]
         )
 
     batch = jax.device_put(batch, replicated(decoder.mesh))
     measured = jax.jit(largest)([weights[path] for path in plain.leaves], batch)
     largest_stored = LARGEST[decoder.kv_dtype.name]
     scales = {}
-    for i, layer in enumerate(measured):
+    for i, layer in zip(attending, measured, strict=True):
         for name, largest_h in zip(("k_scale", "v_scale"), layer, strict=True):
             # A head that is all zeros, as padding is, has no scale.
             scale = jnp.where(largest_h > 0, _HEADROOM * largest_h / largest_stored, 1.0)

@@ -20,6 +20,7 @@ from jaxinfer.config import LogprobsMode
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.compiler_options import forward_options
 from jaxinfer.executor.input_batch import PackedLayout
+from jaxinfer.executor.kv_cache import CacheShapes
 from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.sampler_features import (
@@ -60,6 +61,14 @@ class Programs:
     """What a drafter wants to see of the model: see `forward_step`."""
 
     @property
+    def num_slots(self) -> int:
+        """Of states: one per row, and padding's."""
+        return self.num_rows + 1
+
+    def kv_cache_shapes(self) -> CacheShapes:
+        return self.decoder.kv_cache_shapes(self.num_blocks, self.block_size, self.num_slots)
+
+    @property
     def draft_probs_nbytes(self) -> int:
         """What the probabilities of a step's drafts take at most."""
         num_rows = self.num_rows if self.draws_drafts else 0
@@ -95,7 +104,7 @@ class Programs:
             compiler_options=forward_options(self.decoder.mesh),
         ).lower(
             list(self.decoder.leaves.values()),
-            self.decoder.kv_cache_shapes(self.num_blocks, self.block_size),
+            self.kv_cache_shapes(),
             self._array((self.num_rows + 1,), np.int32),
             self._array((PackedLayout(shape, len(self.decoder.groups)).size,), np.int32),
         )

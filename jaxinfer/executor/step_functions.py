@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +64,8 @@ def forward_step(
     fed = last_tokens[step["rows"]][row_of_token]
     token_ids = jnp.where(step["token_ids"] == FROM_DEVICE, fed, step["token_ids"])
     batch = batch_of(shape, step, token_ids, num_groups, batch_invariant=batch_invariant)
+    if decoder.spec.has_states:
+        batch = replace(batch, state_slots=step["rows"])
     hidden, streams, kv_cache = decoder.forward_with_streams(leaves, batch, kv_cache, stream_layers)
     last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
     return ForwardOutput(hidden[last], hidden, kv_cache, streams)

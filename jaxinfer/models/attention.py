@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_spec import KV_PAGE_AXES
-from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype
+from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype, scaled
 from jaxinfer.models.norms import add_norm_leaves, norm_of
 from jaxinfer.models.rope import Rotation, no_rotation
 from jaxinfer.models.sharded_dims import ShardedHeads
@@ -49,6 +49,9 @@ class Attention(nnx.Module):
         self.spec, self.mesh, self.heads = spec, mesh, heads
         self.qkv = leaf((K, G + 2, H, input_dim or E), ("kv_heads", "heads", None, "embed"), dtype)
         self.o = leaf((E, K, G, H), ("embed", "kv_heads", "heads", None), dtype)
+        if spec.gated:
+            gate_axes = ("kv_heads", "heads", None, "embed")
+            self.gate = leaf((K, G, H, input_dim or E), gate_axes, dtype)
         if spec.qkv_bias:
             self.qkv_bias = leaf((K, G + 2, H), ("kv_heads", "heads", None), dtype)
         if spec.o_bias:
@@ -80,6 +83,9 @@ class Attention(nnx.Module):
         if self.spec.qk_norm is not None and not self._norms_are_fused:
             qkv, rope = self._norm_queries_and_keys(qkv, rope)
         attended, kv_pages = self._attend(qkv, kv_pages, batch, rope, x_te.dtype)
+        if self.spec.gated:
+            gate = jax.nn.sigmoid(linear(x_te, self.gate[...]))  # [T, K, G, H]
+            attended = (attended * gate).astype(x_te.dtype)
         weight = self.o[...]
         sizes = weight.shape[0], prod(weight.shape[1:])
         parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
@@ -87,7 +93,7 @@ class Attention(nnx.Module):
         out = constrain(out, self.mesh, (None, "embed"))
         if self.spec.o_bias:
             out += self.o_bias[...].astype(dtype)
-        return out, kv_pages
+        return scaled(out, self.spec.out_scale), kv_pages
 
     @property
     def _norms_are_fused(self) -> bool:

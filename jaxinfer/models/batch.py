@@ -47,6 +47,9 @@ class RaggedBatch:
     """First pages that rows have in common, where it pays to attend to them once."""
     more_tables: tuple[PageTables, ...] = ()
     """Those of further groups of layers (see `cache_groups`), where there are any."""
+    state_slots: jax.Array | None = None
+    """[R] int32, where each row's request keeps the states of layers that have some; the last slot for padding rows.
+    None: the model has no such layers."""
 
     def of_group(self, group: int) -> RaggedBatch:
         """The batch as the layers of a group see it."""

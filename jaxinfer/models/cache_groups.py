@@ -27,7 +27,7 @@ no layer fills."""
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """`layers[g]` are those of group g, which looks back by `windows[g]` (None: at all tokens). A group of layers without
+    """`layers[g]` are those of group g, counted among the layers with attention, which looks back by `windows[g]` (None: at all tokens). A group of layers without
     a window comes first, and is the only one of its kind."""
 
     windows: tuple[int | None, ...]
@@ -70,9 +70,9 @@ def choose_groups(caches: Sequence[LayerCache], max_model_len: int) -> CacheGrou
         for cache in caches
     ]
     kinds = sorted(set(windows), key=lambda window: window or 0)
-    widest = None if None in kinds else max(windows, key=lambda window: window or 0)
+    widest = None if None in kinds else max(kinds, default=None)
     single = CacheGroups.single(len(caches), widest)
-    if len(kinds) == 1 or len({cache.arrays for cache in caches}) > 1:
+    if len(kinds) <= 1 or len({cache.arrays for cache in caches}) > 1:
         return single
     best = min(_candidates(windows, kinds), key=_cost, default=single)
     return best if _cost(best) < _cost(single, max(filter(None, kinds))) else single

@@ -54,7 +54,7 @@ class LayerCache:
 def layer_caches(
     spec: DecoderSpec, dims: ShardedDims, kv_dtype: np.dtype
 ) -> tuple[LayerCache, ...]:
-    """Of each layer: keys and values, heads-major, or latents."""
+    """Of each layer with attention: keys and values, heads-major, or latents."""
 
     def kept(attention: AnyAttentionSpec) -> LayerCache:
         if isinstance(attention, LatentAttentionSpec):
@@ -64,4 +64,4 @@ def layer_caches(
         pages = CacheArray((num_heads, PAGE_SIZE, attention.head_dim), KV_PAGE_AXES, kv_dtype)
         return LayerCache((pages, pages), attention.sliding_window)
 
-    return tuple(kept(layer.attention) for layer in spec.layers)
+    return tuple(map(kept, spec.attentions))

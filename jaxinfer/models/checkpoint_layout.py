@@ -15,7 +15,6 @@ from jaxinfer.models.moe_layout import QWEN_MOE_NAMES, MoeNames, moe_plan
 from jaxinfer.models.moe_spec import MoeSpec
 from jaxinfer.models.sharded_dims import ShardedDims, pad_axis
 from jaxinfer.models.spec import (
-    LAYER_NORMS,
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
@@ -24,6 +23,7 @@ from jaxinfer.models.spec import (
     MlpSpec,
     NormSpec,
 )
+from jaxinfer.models.state_layout import DeltaNetNames, state_plan
 from jaxinfer.weights.plan import Assemble, LeafSource, LoadPlan, sole
 
 
@@ -62,6 +62,9 @@ class Names:
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    state: str = "mamba."
+    """What the tensors of a layer's states begin with."""
+    delta_net: DeltaNetNames | None = None
     transposed: bool = False
     """Matrices of the layers are stored [in, out]."""
     latent: str = "self_attn."
@@ -92,9 +95,17 @@ def decoder_plan(spec: DecoderSpec, dims: ShardedDims, names: Names = LLAMA_NAME
         plan["head_bias",] = LeafSource((f"{names.head}.bias",), ((V,),), vocabulary)
     for i, layer in enumerate(spec.layers):
         prefix = f"{names.prefix}{names.layer.format(i)}"
-        sources = _attention(layer.attention, E, dims, prefix, names)
-        sources |= mlp_plan(layer.mlp, E, dims, prefix, names)
-        for name in LAYER_NORMS[layer.norms]:
+        sources: LoadPlan = {}
+        if layer.attention is not None:
+            sources |= _attention(layer.attention, E, dims, prefix, names)
+        if layer.state is not None:
+            state = state_plan(
+                layer.state, E, dims.tensor_parallel_size, f"{prefix}{names.state}", names.delta_net
+            )
+            sources |= {("state", *path): source for path, source in state.items()}
+        if layer.mlp is not None:
+            sources |= mlp_plan(layer.mlp, E, dims, prefix, names)
+        for name in layer.norm_names:
             sources |= norm_plan(name, f"{prefix}{getattr(names, name)}", spec.norm, (E,))
         plan |= {("layers", str(i), *path): source for path, source in sources.items()}
     return plan
@@ -149,15 +160,34 @@ def attention_plan(
         tensors = tuple(f"{prefix}{name}.{kind}" for name in names.qkv)
         return LeafSource(tensors, shapes, _untransposed(assemble) if transposed else assemble)
 
+    def gated_qkv(*tail: int) -> LeafSource:
+        """Queries whose projection has each head's gate after it."""
+        plain = qkv("weight", *tail)
+
+        def assemble(tensors: list[np.ndarray]) -> np.ndarray:
+            q = tensors[0].reshape(K * G, 2, H, *tail)[:, 0].reshape(K * G * H, *tail)
+            return plain.assemble([q, *tensors[1:]])
+
+        return LeafSource(plain.names, ((2 * rows[0], *tail), *plain.shapes[1:]), assemble)
+
+    def gate(tensors: list[np.ndarray]) -> np.ndarray:
+        """[N*2*H, E] -> [K', G', H, E]"""
+        return heads.deal_queries(tensors[0].reshape(K, G, 2, H, -1)[:, :, 1])
+
     def output(tensors: list[np.ndarray]) -> np.ndarray:
         """[E, N*H] -> [E, K', G', H]"""
         o = np.moveaxis(tensors[0].reshape(E, K, G, H), 0, -1)
         return np.moveaxis(heads.deal_queries(o), -1, 0)
 
+    in_dim = input_dim or E
     sources: LoadPlan = {
-        ("attention", "qkv"): qkv("weight", input_dim or E),
+        ("attention", "qkv"): gated_qkv(in_dim) if spec.gated else qkv("weight", in_dim),
         ("attention", "o"): _matrix(f"{prefix}{names.o}", (E, rows[0]), output, names),
     }
+    if spec.gated:
+        sources["attention", "gate"] = LeafSource(
+            (f"{prefix}{names.qkv[0]}.weight",), ((2 * rows[0], in_dim),), gate
+        )
     if spec.qkv_bias:
         sources["attention", "qkv_bias"] = qkv("bias")
     if spec.o_bias:

@@ -15,7 +15,7 @@ from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.latent_attention import LatentAttention, LatentPages
 from jaxinfer.models.latent_spec import LatentAttentionSpec
-from jaxinfer.models.layers import constrain, leaf, linear
+from jaxinfer.models.layers import constrain, leaf, linear, scaled
 from jaxinfer.models.mlp import make_mlp
 from jaxinfer.models.moe import MoeMlp
 from jaxinfer.models.moe_spec import MoeSpec
@@ -23,17 +23,23 @@ from jaxinfer.models.norms import Norm, add_norm, add_norm_leaves, norm_of, sum_
 from jaxinfer.models.rope import Rotation, no_rotation, rotation
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import (
-    LAYER_NORMS,
     DecoderSpec,
     LayerSpec,
     LearnedPositions,
     NormSpec,
     RopeSpec,
 )
+from jaxinfer.models.state_layers import States
+from jaxinfer.models.state_modules import make_state_layer
 
 LayerPages = KVPages | LatentPages
-KVCache = tuple[LayerPages, ...]
-"""What each layer keeps of every token; with several groups of layers, one per place in a group."""
+
+KVCache = tuple[tuple[jax.Array, ...], ...]
+"""What each layer with attention keeps of every token, or with several groups of such layers one per place in a group; then
+the states of each layer that has some."""
+
+PagesAndStates = tuple[LayerPages | None, States | None]
+"""What one layer has of both."""
 
 Head = jax.Array | tuple[jax.Array, jax.Array]
 """[V, E], with a bias [V] where the model has one."""
@@ -52,42 +58,48 @@ class DecoderLayer(nnx.Module):
         expert_parallel: bool = False,
     ):
         self.spec, self.norm, self.mesh = spec, norm, mesh
-        for name in LAYER_NORMS[spec.norms]:
+        for name in spec.norm_names:
             add_norm_leaves(self, name, norm, (embed_dim,), ("embed",), dtype)
         if isinstance(spec.attention, LatentAttentionSpec):
             self.attention = LatentAttention(spec.attention, embed_dim, mesh, dtype)
-        else:
+        elif spec.attention is not None:
             self.attention = Attention(spec.attention, embed_dim, mesh, dtype, kv_dtype)
+        if spec.state is not None:
+            self.state = make_state_layer(spec.state, embed_dim, mesh, dtype)
         if isinstance(spec.mlp, MoeSpec):
             self.mlp = MoeMlp(spec.mlp, embed_dim, mesh, dtype, expert_parallel=expert_parallel)
-        else:
+        elif spec.mlp is not None:
             self.mlp = make_mlp(spec.mlp, embed_dim, mesh, dtype)
 
     def norm_named(self, name: str) -> Norm | None:
         """None where the layer has no such norm."""
-        return norm_of(self, name, self.norm) if name in LAYER_NORMS[self.spec.norms] else None
+        return norm_of(self, name, self.norm) if name in self.spec.norm_names else None
 
     def __call__(
         self,
         x_te: jax.Array,
         h_te: jax.Array,
         next_norm: Norm | None,
-        kv_pages: LayerPages,
+        cache: PagesAndStates,
         batch: RaggedBatch,
         rope: Rotation,
-    ) -> tuple[jax.Array, jax.Array, LayerPages]:
-        """The residual stream, its norm for whoever comes next, and the pages.
+    ) -> tuple[jax.Array, jax.Array, PagesAndStates]:
+        """The residual stream, its norm for whoever comes next, and the cache.
 
         Args:
-            h_te: `x_te` after `attention_norm`. Each addition and the norm that follows it are one operation, so that a
-                layer ends with the next one's first norm.
+            h_te: `x_te` after the layer's first norm. Each addition and the norm that follows it are one operation, so
+                that a layer ends with the next one's first norm.
         """
         add = partial(add_norm, self.mesh)
         attention_post, mlp_pre, mlp_post = map(
             self.norm_named, ("attention_post_norm", "mlp_norm", "mlp_post_norm")
         )
-        update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+        update, cache = self._mixed(h_te, cache, batch, rope)
         match self.spec.norms:
+            case _ if update is None:
+                x_te, h_te = add(x_te, self._scaled(self._mlp(h_te, batch)), next_norm, mlp_post)
+            case _ if self.spec.mlp is None:
+                x_te, h_te = add(x_te, self._scaled(update), next_norm, attention_post)
             case "parallel" | "parallel_shared":
                 mlp_input = h_te if mlp_pre is None else mlp_pre(x_te).astype(x_te.dtype)
                 update = sum_of_parts(update) + sum_of_parts(self._mlp(mlp_input, batch))
@@ -99,7 +111,23 @@ class DecoderLayer(nnx.Module):
             case _:
                 x_te, h_te = add(x_te, self._scaled(update), mlp_pre, attention_post)
                 x_te, h_te = add(x_te, self._scaled(self._mlp(h_te, batch)), next_norm, mlp_post)
-        return x_te, h_te, kv_pages
+        return x_te, h_te, cache
+
+    def _mixed(
+        self, h_te: jax.Array, cache: PagesAndStates, batch: RaggedBatch, rope: Rotation
+    ) -> tuple[jax.Array | None, PagesAndStates]:
+        """What the tokens learn of others, by attention and from states; [T, E] or [S, T, E] partial sums."""
+        kv_pages, states = cache
+        updates = []
+        if self.spec.attention is not None:
+            update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+            updates.append(update)
+        if self.spec.state is not None:
+            update, states = self.state(h_te, states, batch)
+            updates.append(update)
+        if len(updates) < 2:
+            return updates[0] if updates else None, (kv_pages, states)
+        return sum(map(sum_of_parts, updates)), (kv_pages, states)
 
     def _mlp(self, x_te: jax.Array, batch: RaggedBatch) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
@@ -108,8 +136,7 @@ class DecoderLayer(nnx.Module):
         return self.mlp(x_te)
 
     def _scaled(self, update: jax.Array) -> jax.Array:
-        scale = self.spec.residual_scale
-        return update if scale == 1 else update * jnp.asarray(scale, update.dtype)
+        return scaled(update, self.spec.residual_scale)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -119,12 +146,12 @@ def _run_layer(
     x_te: jax.Array,
     h_te: jax.Array,
     next_norm: Norm | None,
-    kv_pages: LayerPages,
+    cache: PagesAndStates,
     batch: RaggedBatch,
     rope: Rotation,
-) -> tuple[jax.Array, jax.Array, LayerPages]:
+) -> tuple[jax.Array, jax.Array, PagesAndStates]:
     """One layer as a function of its own: layers with equal graphdefs are traced and lowered once per step."""
-    return nnx.merge(graphdef, state)(x_te, h_te, next_norm, kv_pages, batch, rope)
+    return nnx.merge(graphdef, state)(x_te, h_te, next_norm, cache, batch, rope)
 
 
 class Decoder(nnx.Module):
@@ -176,33 +203,41 @@ class Decoder(nnx.Module):
         `streams`, where given, receives by layer the residual stream [T, E] that enters it.
         """
         x_te = self._embedded(batch)
-        ropes = {
-            rope: _rotation(rope, batch.positions)
-            for rope in {layer.attention.rope for layer in self.spec.layers}
-        }
+        attentions = [layer.attention for layer in self.spec.layers]
+        rope_specs = [None if a is None else a.rope for a in attentions]
+        ropes = {rope: _rotation(rope, batch.positions) for rope in set(rope_specs)}
         # The norm before each layer, and the one after the last.
-        norms = [layer.norm_named("attention_norm") for layer in self.layers]
+        norms = [layer.norm_named(layer.spec.first_norm) for layer in self.layers]
         norms.append(norm_of(self, "norm", self.spec.norm) if self.spec.final_norm else None)
         h_te = x_te if norms[0] is None else norms[0](x_te).astype(x_te.dtype)
-        pages = list(kv_cache)
+        pages, states = list(kv_cache[: self.groups.size]), list(kv_cache[self.groups.size :])
         batches = [batch.of_group(group) for group in range(len(self.groups))]
-        places = self.groups.places()
-        for i, (layer, (group, place)) in enumerate(zip(self.spec.layers, places, strict=True)):
+        places, orders = iter(self.groups.places()), iter(range(len(states)))
+        for i, layer in enumerate(self.spec.layers):
             if streams is not None:
                 streams[i] = x_te
-            graphdef, state = nnx.split(self.layers[i])
-            x_te, h_te, pages[place] = _run_layer(
+            group, place = (0, None) if layer.attention is None else next(places)
+            order = None if layer.state is None else next(orders)
+            graphdef, leaves = nnx.split(self.layers[i])
+            x_te, h_te, cache = _run_layer(
                 graphdef,
-                state,
+                leaves,
                 x_te,
                 h_te,
                 norms[i + 1],
-                pages[place],
+                (
+                    None if place is None else pages[place],
+                    None if order is None else states[order],
+                ),
                 batches[group],
-                ropes[layer.attention.rope],
+                ropes[rope_specs[i]],
             )
+            if place is not None:
+                pages[place] = cache[0]
+            if order is not None:
+                states[order] = cache[1]
         # Without a use of the stream JAX would lower the last layer apart from its equals, without that result.
-        return jax.lax.optimization_barrier((h_te, x_te))[0], tuple(pages)
+        return jax.lax.optimization_barrier((h_te, x_te))[0], (*pages, *states)
 
     def _embedded(self, batch: RaggedBatch) -> jax.Array:
         """[T, E], what enters the first layer."""

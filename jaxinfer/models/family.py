@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxinfer.models.spec import (
     QKNormSpec,
     RopeSpec,
 )
+from jaxinfer.models.state_spec import StateSpec
 from jaxinfer.weights.plan import LoadPlan
 
 Config = Mapping[str, Any]
@@ -36,6 +38,8 @@ Config = Mapping[str, Any]
 
 _REDUNDANT = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\battn\.masked_bias")
 """Tensors of older checkpoints that hold nothing a config doesn't."""
+
+_MIXED_KINDS = ("full_attention", "linear_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,45 @@ def plain_mlp(config: Config, bias: bool = True) -> PlainMlpSpec:
     """Without a gate; four times as wide as the model where `intermediate_size` is left out."""
     width = config.get("intermediate_size") or 4 * config["hidden_size"]
     return PlainMlpSpec(width, activation(config), bias)
+
+
+def layer_kinds(
+    config: Config, default: Sequence[str], known: Collection[str] = _MIXED_KINDS
+) -> Sequence[str]:
+    """The config's `layer_types`, else `default`. Raises `ValueError` for one that is not `known`."""
+    kinds = config.get("layer_types") or default
+    unknown = set(kinds) - set(known)
+    if unknown:
+        raise ValueError(
+            f"layer_types {sorted(unknown)} are not supported; supported: {sorted(known)}."
+        )
+    if len(kinds) != config["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types must have num_hidden_layers ({config['num_hidden_layers']}) entries, "
+            f"got {len(kinds)}."
+        )
+    return kinds
+
+
+def step_limits(config: Config) -> tuple[float, float]:
+    """The shortest and longest step of a state-space layer. Infinity, which JSON has no number for, may be an object."""
+    low, high = (
+        float(limit["__float__"] if isinstance(limit, Mapping) else limit)
+        for limit in config.get("time_step_limit") or (0.0, math.inf)
+    )
+    return low, high
+
+
+def with_states(spec: DecoderSpec, states: Sequence[StateSpec | None]) -> DecoderSpec:
+    """By layer, a state in place of its attention; None leaves it as it is."""
+    layers = zip(spec.layers, states, strict=True)
+    return replace(
+        spec,
+        layers=tuple(
+            layer if state is None else replace(layer, attention=None, state=state)
+            for layer, state in layers
+        ),
+    )
 
 
 def rms_head_norm(eps: float, weight_offset: float = 0.0) -> QKNormSpec:

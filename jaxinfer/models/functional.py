@@ -16,6 +16,7 @@ from jaxinfer.models.cache_spec import CacheArray, LayerCache, layer_caches
 from jaxinfer.models.decoder import Decoder, Head, KVCache, logits_of
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
+from jaxinfer.models.state_modules import state_shapes
 from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
 from jaxinfer.weights.plan import LeafPath
 
@@ -77,7 +78,7 @@ class FunctionalDecoder:
         dims = ShardedDims.create(spec, tensor_parallel_size(mesh), expert_parallel=expert_parallel)
         dtype = jnp.dtype(dtype)
         kv_dtype = jnp.dtype(kv_dtype or dtype)
-        groups = groups or CacheGroups.single(len(spec.layers))
+        groups = groups or CacheGroups.single(len(spec.attentions))
         module = FlatModule.create(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype, groups), mesh)
         caches = layer_caches(spec, dims, kv_dtype)
         return cls(spec, dims, mesh, dtype, kv_dtype, module, caches, groups)
@@ -122,10 +123,10 @@ class FunctionalDecoder:
         return logits_of(self.spec, self.mesh, head, hidden_ne)
 
     def kv_cache_shapes(
-        self, num_pages: int, page_size: int
+        self, num_pages: int, page_size: int, num_slots: int = 0
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """Shape, dtype and sharding of the cache: for each place in a group (see `CacheGroups`) a layer's arrays, mostly
-        keys and values, [num_pages, K, page_size, H]."""
+        keys and values, [num_pages, K, page_size, H]; then for each layer with states these, [num_slots, ...]."""
 
         def pages(array: CacheArray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -135,4 +136,9 @@ class FunctionalDecoder:
             )
 
         largest = max(self.groups.layers, key=len)
-        return tuple(tuple(map(pages, self.caches[layer].arrays)) for layer in largest)
+        states = [layer.state for layer in self.spec.layers if layer.state is not None]
+        embed_dim, mesh, dtype = self.spec.embed_dim, self.mesh, self.dtype
+        return (
+            *(tuple(map(pages, self.caches[layer].arrays)) for layer in largest),
+            *(state_shapes(state, embed_dim, mesh, dtype, num_slots) for state in states),
+        )

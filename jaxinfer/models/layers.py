@@ -91,6 +91,10 @@ def linear(
     return product.reshape(x.shape[0], *out_shape)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     """float32 models get float32 products, where a GPU's default would be TF32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

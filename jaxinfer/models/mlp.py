@@ -16,6 +16,7 @@ from jaxinfer.models.layers import (
     matmul_precision,
     num_partial_sums,
     product_dtype,
+    scaled,
 )
 from jaxinfer.models.sharded_dims import round_up
 from jaxinfer.models.spec import Activation, GatedMlpSpec, MlpSpec, PlainMlpSpec
@@ -67,8 +68,9 @@ class GatedMlp(nnx.Module):
         if self.spec.bias:
             gate_up += self.gate_up_bias[...].astype(dtype)
         gate_up = gate_up.astype(jnp.float32)
-        hidden = ACTIVATION_FUNCTIONS[self.spec.activation](gate_up[:, 0]) * gate_up[:, 1]
-        return project_down(self, hidden.astype(x_te.dtype))
+        gate = scaled(gate_up[:, 0], self.spec.gate_scale)
+        hidden = ACTIVATION_FUNCTIONS[self.spec.activation](gate) * gate_up[:, 1]
+        return scaled(project_down(self, hidden.astype(x_te.dtype)), self.spec.out_scale)
 
 
 class PlainMlp(nnx.Module):

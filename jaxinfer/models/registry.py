@@ -9,20 +9,29 @@ from importlib.metadata import entry_points
 
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.families import (
+    bamba,
     dbrx,
     deepseek,
     ernie_moe,
+    falcon_h1,
     gemma3,
     glm_moe,
     gpt_oss,
+    jamba,
+    lfm2,
     llama,
     llama4,
+    mamba,
     mistral,
     mixtral,
+    nemotron_h,
+    olmo_hybrid,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen_moe,
+    recurrent_gemma,
 )
 from jaxinfer.models.family import Config, Family
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -30,20 +39,29 @@ from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
 _MODULES = (
+    bamba,
     dbrx,
     deepseek,
     ernie_moe,
+    falcon_h1,
     gemma3,
     glm_moe,
     gpt_oss,
+    jamba,
+    lfm2,
     llama,
     llama4,
+    mamba,
     mistral,
     mixtral,
+    nemotron_h,
+    olmo_hybrid,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen_moe,
+    recurrent_gemma,
 )
 ENTRY_POINTS = "jaxinfer.families"
 """The group of entry points by which installed packages bring families of their own."""
@@ -74,6 +92,14 @@ class ModelDescription:
     @property
     def max_position_embeddings(self) -> int:
         return self.spec.max_position_embeddings
+
+    @property
+    def has_attention(self) -> bool:
+        return bool(self.spec.attentions)
+
+    @property
+    def has_states(self) -> bool:
+        return self.spec.has_states
 
     def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
         """How far the groups of layers that take their pages together look back, in requests of at most so many tokens."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # which build on what is here
     from jaxinfer.models.latent_spec import LatentAttentionSpec
     from jaxinfer.models.moe_spec import MoeSpec
+    from jaxinfer.models.state_spec import StateSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 ACTIVATIONS: dict[str, Activation] = {
@@ -118,6 +119,10 @@ class AttentionSpec:
     qk_norm: QKNormSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    gated: bool = False
+    """Each head's result is multiplied by the sigmoid of a projection of its own."""
+    out_scale: float = 1.0
+    """Factor on what attention returns."""
     qkv_clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip]."""
 
@@ -146,16 +151,19 @@ class AttentionSpec:
 
     def num_weights(self, embed_dim: int) -> int:
         """Of the matrices that a token goes through."""
-        return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+        query_rows = (3 if self.gated else 2) * self.num_heads
+        return embed_dim * self.head_dim * (query_rows + 2 * self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlpSpec:
-    """down(activation(gate(x)) * up(x))"""
+    """out_scale * down(activation(gate_scale * gate(x)) * up(x))"""
 
     mlp_dim: int
     activation: Activation = "silu"
     bias: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.activation == "xielu":
@@ -186,11 +194,45 @@ type MlpSpec = GatedMlpSpec | PlainMlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    attention: AnyAttentionSpec
-    mlp: MlpSpec
+    """What a layer has of attention, states and an MLP; attention and states stand side by side, in one place."""
+
+    attention: AnyAttentionSpec | None
+    mlp: MlpSpec | None
     norms: NormPlacement = "pre"
     residual_scale: float = 1.0
     """Factor on what attention and MLP return, before it joins the residual stream."""
+    state: StateSpec | None = None
+
+    def __post_init__(self) -> None:
+        if not self.has_mixer and self.mlp is None:
+            raise ValueError("A layer must have attention, a state or an MLP.")
+        if (not self.has_mixer or self.mlp is None) and self.norms not in ("pre", "post", "both"):
+            raise ValueError(
+                f'norms must be "pre", "post" or "both" where a layer has no MLP or nothing else, got {self.norms!r}.'
+            )
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether its tokens see others."""
+        return self.attention is not None or self.state is not None
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name in LAYER_NORMS[self.norms]
+            if (self.mlp is not None if name.startswith("mlp") else self.has_mixer)
+        )
+
+    @property
+    def first_norm(self) -> str:
+        """The norm before all else, where the layer has one there."""
+        return "attention_norm" if self.has_mixer else "mlp_norm"
+
+    def num_weights(self, embed_dim: int) -> int:
+        """Of the matrices that a token goes through."""
+        parts = (self.attention, self.state, self.mlp)
+        return sum(part.num_weights(embed_dim) for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +282,13 @@ class DecoderSpec:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not self.layers:
             raise ValueError("layers must hold at least one layer.")
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a request leaves more behind than keys and values."""
+        return any(layer.state is not None for layer in self.layers)
+
+    @property
+    def attentions(self) -> tuple[AnyAttentionSpec, ...]:
+        """Of the layers that have attention."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)

@@ -15,6 +15,7 @@ MESH_AXES: dict[str, str | None] = {
     "heads": None,  # the query heads of one kv head stay together
     "kv_heads": MODEL_AXIS,
     "mlp": MODEL_AXIS,
+    "channels": MODEL_AXIS,  # of layers with states, or groups of their heads
     "vocab": MODEL_AXIS,
     "experts": MODEL_AXIS,
     "latent_heads": MODEL_AXIS,

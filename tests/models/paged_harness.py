@@ -45,6 +45,7 @@ class _Request:
     tokens: list[int]
     target_length: int
     pages: list[int]
+    state_slot: int
     computed: int = 0
     logits: list[np.ndarray] = field(default_factory=list)
 
@@ -71,12 +72,12 @@ class PagedRunner:
         pages_per_row = -(-self.max_length // self.page_size)
         order = np.random.default_rng(0).permutation(len(prompts) * pages_per_row) + 1
         requests = [
-            _Request(list(p), len(p) + num_new_tokens, order[i :: len(prompts)].tolist())
+            _Request(list(p), len(p) + num_new_tokens, order[i :: len(prompts)].tolist(), i)
             for i, p in enumerate(prompts)
         ]
         kv_cache = jax.tree.map(
             lambda s: jax.device_put(jnp.full(s.shape, jnp.nan, s.dtype), s.sharding),
-            self.model.kv_cache_shapes(len(order) + 1, self.page_size),
+            self.model.kv_cache_shapes(len(order) + 1, self.page_size, self.num_rows + 1),
         )
         while running := [r for r in requests if len(r.tokens) < r.target_length]:
             chunks = self._schedule(running)
@@ -108,6 +109,7 @@ class PagedRunner:
         token_ids, positions, slots = (np.zeros(T, np.int32) for _ in range(3))
         starts, seq_lens = np.zeros(R + 1, np.int32), np.zeros(R, np.int32)
         tables = np.zeros((R, pages_per_row), np.int32)
+        state_slots = np.full(R, R, np.int32)
         used = 0
         for row, (request, count) in enumerate(chunks):
             where = np.arange(request.computed, request.computed + count)
@@ -118,7 +120,12 @@ class PagedRunner:
             used += count
             starts[row + 1 :] = used
             seq_lens[row] = where[-1] + 1
+            state_slots[row] = request.state_slot
             num_pages = -(-seq_lens[row] // S)
             tables[row, :num_pages] = request.pages[:num_pages]
         arrays = (token_ids, positions, slots, starts, seq_lens, tables)
-        return RaggedBatch(*map(jnp.asarray, arrays), decode_only=decode_only)
+        return RaggedBatch(
+            *map(jnp.asarray, arrays),
+            decode_only=decode_only,
+            state_slots=jnp.asarray(state_slots) if self.model.spec.has_states else None,
+        )

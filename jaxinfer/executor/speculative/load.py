@@ -48,6 +48,10 @@ def _draft_model(
     setting: DrafterSetting,
 ) -> ModelDrafter:
     description = describe_model(reader.config(), config.model.max_model_len)
+    if description.has_states:
+        raise ValueError(
+            "The draft model's layers keep states, which can't go back to an earlier token."
+        )
     if description.vocab_size != target.spec.vocab_size:
         raise ValueError(
             f"The draft model must have the target's vocabulary of {target.spec.vocab_size} tokens, it has "

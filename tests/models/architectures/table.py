@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxinfer.models.registry import find_family
-from tests.models.architectures import dense, moe
+from tests.models.architectures import dense, moe, state_space
 from tests.models.architectures.entry import Entry
 from tests.models.architectures.reasons import REASONS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-ENTRIES: dict[str, Entry] = {entry.name: entry for entry in [*dense.ENTRIES, *moe.ENTRIES]}
+ENTRIES: dict[str, Entry] = {
+    entry.name: entry for entry in [*dense.ENTRIES, *moe.ENTRIES, *state_space.ENTRIES]
+}
 
 _SOURCES = (
     "jaxinfer/models/*.py",

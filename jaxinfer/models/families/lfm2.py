@@ -1,0 +1,71 @@
+"""LFM2: short convolutions with attention between them, an MLP after each."""
+
+from __future__ import annotations
+
+from jaxinfer.models.checkpoint_layout import Names
+from jaxinfer.models.family import (
+    Config,
+    Family,
+    layer_kinds,
+    llama_like_spec,
+    rms_head_norm,
+    with_states,
+)
+from jaxinfer.models.spec import DecoderSpec, GatedMlpSpec, NormSpec
+from jaxinfer.models.state_spec import ShortConvSpec
+
+
+def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
+    num_layers, eps = config["num_hidden_layers"], config.get("norm_eps", 1e-5)
+    attending = config.get("full_attn_idxs")
+    kinds = layer_kinds(
+        config,
+        [
+            "full_attention" if attending is None or i in attending else "conv"
+            for i in range(num_layers)
+        ],
+        ("full_attention", "conv"),
+    )
+    spec = llama_like_spec(
+        {"rope_theta": 1e6, **config},
+        max_model_len,
+        attention={"qk_norm": rms_head_norm(eps)},
+        mlp=GatedMlpSpec(_mlp_dim(config)),
+        norm=NormSpec("rms", eps),
+        tied_head=config.get("tie_embedding", config.get("tie_word_embeddings", True)),
+    )
+    state = ShortConvSpec(
+        conv_kernel=config.get("conv_L_cache", 3), bias=config.get("conv_bias", False)
+    )
+    return with_states(spec, [state if kind == "conv" else None for kind in kinds])
+
+
+def _mlp_dim(config: Config) -> int:
+    """Two thirds of the config's number, rounded up, unless it says that it is the size itself."""
+    dim = config.get("block_ff_dim") or config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return dim
+    dim, factor = int(2 * dim / 3), config.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return dim
+    multiple = config.get("block_multiple_of", 256)
+    return multiple * -(-int(factor * dim) // multiple)
+
+
+FAMILIES = (
+    Family(
+        architectures=("Lfm2ForCausalLM",),
+        spec_from_config=spec_from_config,
+        names=Names(
+            norm="embedding_norm",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            o="self_attn.out_proj",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            gate_up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            state="conv.",
+        ),
+    ),
+)
