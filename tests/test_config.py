@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,26 @@ class Limits:
 
     def cache_windows(self, max_model_len):
         return (None,)
+
+
+@dataclass(frozen=True)
+class WindowedLimits(Limits):
+    def cache_windows(self, max_model_len):
+        return (None, max_model_len // 8)
+
+
+def test_layers_with_windows_have_groups_of_their_own() -> None:
+    def windows(**args: Any) -> tuple[int | None, ...]:
+        config = EngineArgs("m", **args).create_engine_config(WindowedLimits(), "cpu")
+        return config.cache.windows
+
+    assert windows() == (None, 256) and windows(max_model_len=80) == (None, 10)
+    assert windows(disable_hybrid_kv_cache_manager=True) == (None,)
+    ngram = dict(method="ngram", num_speculative_tokens=2)
+    assert windows(speculative_config=ngram) == (None, 256)
+    # A drafter's layers have the blocks of the target's, and may look further back.
+    drafter = dict(method="draft_model", model="d", num_speculative_tokens=2)
+    assert windows(speculative_config=drafter) == (None,)
 
 
 def test_prefix_caching_is_on_and_can_be_changed() -> None:

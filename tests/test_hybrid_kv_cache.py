@@ -1,6 +1,6 @@
-"""A model of layers with and without a window: the tokens are transformers', however blocks are given back and found again.
+"""Models whose layers have windows: the tokens are transformers', however blocks are given back and found again.
 
-float32, a tiny random Gemma 3 whose window is shorter than the prompts. What is freed and found when is tested in
+float32, tiny random models whose windows are shorter than the prompts. What is freed and found when is tested in
 `tests/engine`.
 """
 
@@ -26,14 +26,17 @@ from jaxinfer.sampling_params import SamplingParams
 from tests.core_harness import executor_of, run, tiny_core
 from tests.tiny_checkpoints import tiny_model
 
-BLOCK, MAX_LEN, WINDOW = 4, 48, 5
+BLOCK, MAX_LEN = 4, 48
 SIZES = dict(
     max_model_len=MAX_LEN,
     block_size=BLOCK,
     max_num_seqs=4,
     max_num_batched_tokens=16,
-    num_gpu_blocks_override=27,
 )
+WINDOWS = {"gemma3": (None, 5, 5), "mistral": (7,)}
+NUM_BLOCKS = {"gemma3": 27, "mistral": 9}
+"""Just enough for one request at its longest."""
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=2)
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -53,8 +56,8 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def expected() -> list[list[int]]:
-    model, tokens = tiny_model("gemma3"), []
+def expected(checkpoint: str) -> list[list[int]]:
+    model, tokens = tiny_model(checkpoint), []
     for prompt in prompts():
         ids = list(prompt)
         for _ in range(NUM_TOKENS):
@@ -68,27 +71,30 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("checkpoint", "args"),
     [
-        dict(),
-        dict(enable_prefix_caching=False, async_scheduling=False, long_prefill_token_threshold=7),
-        dict(
-            speculative_config=dict(
-                method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=2
-            )
+        ("gemma3", dict()),
+        (
+            "gemma3",
+            dict(
+                enable_prefix_caching=False, async_scheduling=False, long_prefill_token_threshold=7
+            ),
         ),
-        dict(deterministic=True),
-        dict(tensor_parallel_size=2),
+        ("gemma3", dict(speculative_config=NGRAM, tensor_parallel_size=2)),
+        ("gemma3", dict(deterministic=True)),
+        ("mistral", dict(speculative_config=NGRAM)),
     ],
-    ids=["overlap", "no-cache-chunks", "ngram", "deterministic", "two-devices"],
+    ids=["overlap", "no cache, chunks", "n-grams, two devices", "deterministic", "one group"],
 )
-def test_tokens_are_those_of_transformers(args) -> None:
+def test_tokens_are_those_of_transformers(checkpoint, args) -> None:
     stats: list[SchedulerStats] = []
-    with tiny_core("gemma3", **SIZES, **args) as core:
-        assert core.config.cache.windows == (None, WINDOW, WINDOW)
-        assert len(executor_of(core).runner.kv_cache) == 1
+    blocks = NUM_BLOCKS[checkpoint]
+    with tiny_core(checkpoint, num_gpu_blocks_override=blocks, **SIZES, **args) as core:
+        assert core.config.cache.windows == WINDOWS[checkpoint]
+        # In groups layers share their arrays.
+        assert len(executor_of(core).runner.kv_cache) == (1 if checkpoint == "gemma3" else 3)
         outputs = run(core, prompts(), GREEDY, stats=stats)
-        assert [out.token_ids for out in outputs] == expected()
+        assert [out.token_ids for out in outputs] == expected(checkpoint)
         assert core.scheduler.kv.pool.usage == 0.0
     hits = sum(s.prefix_cache_hits for s in stats)
     assert hits > 0 if args.get("enable_prefix_caching", True) else hits == 0

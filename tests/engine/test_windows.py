@@ -197,8 +197,8 @@ def test_guesses_take_no_blocks_that_are_not_there(
 
 
 def test_what_fell_out_before_the_host_knew_it_is_not_found() -> None:
-    """Three steps are planned before the first one's token is read."""
-    core, _ = make_core(windows=(None, 1))
+    """All steps are planned before the first one's token is read."""
+    core, _ = make_core(windows=(None, 2))
     scheduler = core.scheduler
     scheduler.add_request(make_request("a", 3, max_tokens=20))
     steps = [scheduler.schedule() for _ in range(9)]
@@ -207,5 +207,7 @@ def test_what_fell_out_before_the_host_knew_it_is_not_found() -> None:
         scheduler.update(step, StepResult(np.array([token], np.int32), np.array([False])))
     tokens = [*make_request("a", 3).prompt_token_ids, *range(7, 16)]
     scheduler.finish([scheduler.requests["a"]])
-    found = scheduler.prefix_cache.find(scheduler.add_request(make_request("b", tokens)))
-    assert found.num_blocks == 2 and all(found.all_blocks)
+    request = scheduler.add_request(make_request("b", tokens))
+    found = scheduler.prefix_cache.find(request)
+    assert found.num_blocks == 0
+    assert len(scheduler.kv.pool.find(request.block_keys)) == 2, "those without a window are there"
