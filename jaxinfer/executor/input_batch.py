@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,20 +54,36 @@ class PackedLayout:
 
     @property
     def size(self) -> int:
-        return sum(map(_aligned, self.sizes.values()))
+        return _aligned(_pieces(self)[-1].stop)
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """The named pieces of `packed` [size], as views (numpy) or slices (a traced array)."""
-        pieces, start = {}, 0
-        for name, size in self.sizes.items():
-            pieces[name] = packed[start : start + size]
-            start += _aligned(size)
-        for name in pieces:
-            if name.startswith(("block_tables", "prefix_tables")):
-                pieces[name] = pieces[name].reshape(-1, self.shape.num_pages)
-        return pieces
+        views = {}
+        for name, start, stop, is_table in _pieces(self):
+            view = packed[start:stop]
+            views[name] = view.reshape(-1, self.shape.num_pages) if is_table else view
+        return views
 
 
+class _Piece(NamedTuple):
+    name: str
+    start: int
+    stop: int
+    is_table: bool
+    """[rows, num_pages]"""
+
+
+@cache
+def _pieces(layout: PackedLayout) -> tuple[_Piece, ...]:
+    pieces, start = [], 0
+    for name, size in layout.sizes.items():
+        is_table = name.startswith(("block_tables", "prefix_tables"))
+        pieces.append(_Piece(name, start, start + size, is_table))
+        start += _aligned(size)
+    return tuple(pieces)
+
+
+@cache
 def table_names(group: int) -> tuple[str, str]:
     """The inputs that say where a group of layers keeps the step's tokens: their slots, and the rows' block tables."""
     return (
