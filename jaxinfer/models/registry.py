@@ -9,7 +9,9 @@ from importlib.metadata import entry_points
 
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.families import (
+    aria,
     bamba,
+    cohere_moe,
     dbrx,
     deepseek,
     ernie_moe,
@@ -39,7 +41,9 @@ from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
 _MODULES = (
+    aria,
     bamba,
+    cohere_moe,
     dbrx,
     deepseek,
     ernie_moe,

@@ -77,7 +77,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert np.array_equal(result([20, 20, 20, 4], 25, 25), result([0, 64, 0, 0], 63, 25))
 
 
-def test_temporaries_are_those_of_one_group_and_flops_those_of_the_rows() -> None:
+def test_temporaries_are_those_of_one_group() -> None:
     num_rows, num_groups, size, outputs = 64, 32, 256, 512
     rows, weights = arrays(num_rows, num_groups, "bfloat16", size, outputs)
     compiled = (

@@ -1,4 +1,5 @@
-"""Multi-head latent attention: DeepSeek-V2 and V3 with their mixtures of experts, GLM-4.7-Flash, Youtu and MiniCPM3."""
+"""Multi-head latent attention: DeepSeek-V2 and V3 with their mixtures of experts, GLM-4.7-Flash, Youtu and MiniCPM3;
+and DeepSeek-V3.2 and GLM-5 as far as their sparse attention sees everything."""
 
 from __future__ import annotations
 
@@ -97,6 +98,17 @@ def _deepseek_v3_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
     return with_experts(latent_decoder_spec(config, max_model_len), moe, sparse)
 
 
+def _indexed_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
+    """DeepSeek-V3.2 and GLM-5: an index chooses `index_topk` tokens to attend to, which is all of a context of so many."""
+    longest = max_model_len or config["max_position_embeddings"]
+    if longest > (chosen := config.get("index_topk", 2048)):
+        raise ValueError(
+            f"max_model_len must be at most index_topk ({chosen}) for this model, got {longest}: sparse attention is "
+            f"not supported."
+        )
+    return _deepseek_v3_spec(config, max_model_len)
+
+
 def _glm4_moe_lite_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
     return _deepseek_v3_spec({"first_k_dense_replace": 1, **config}, max_model_len)
 
@@ -117,6 +129,7 @@ def _minicpm3_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
     return latent_decoder_spec(
         config,
         max_model_len,
+        norm_eps=1e-5,
         embed_scale=config["scale_emb"],
         residual_scale=config.get("scale_depth", num_layers**0.5) / num_layers**0.5,
         logit_scale=config["dim_model_base"] / config["hidden_size"],
@@ -137,6 +150,13 @@ FAMILIES = (
         architectures=("DeepseekV3ForCausalLM",),
         spec_from_config=_deepseek_v3_spec,
         names=_names,
+        further_layers=True,
+    ),
+    Family(
+        architectures=("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        spec_from_config=_indexed_spec,
+        names=Names(interleaved_rope=True),
+        other_tensors=(r".*\.self_attn\.indexer\..*",),
         further_layers=True,
     ),
     Family(

@@ -5,12 +5,6 @@ from __future__ import annotations
 from tests.models.architectures.entry import entry
 
 EXPERTS = dict(num_local_experts=6, num_experts_per_tok=3)
-GRANITE = dict(
-    embedding_multiplier=3.0,
-    attention_multiplier=0.4,
-    residual_multiplier=0.7,
-    logits_scaling=2.0,
-)
 GROUPS = dict(
     n_routed_experts=8,
     num_experts_per_tok=3,
@@ -59,7 +53,7 @@ ENTRIES = [
     entry("mellum", num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=26, head_dim=16,
           sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
           mlp_layer_types=["dense", "sparse", "sparse"]),
-    entry("dbrx", attn_config=dict(kv_n_heads=2, clip_qkv=1.5, rope_theta=10000.0),
+    entry("dbrx", d_model=48, n_heads=4, n_layers=3, attn_config=dict(kv_n_heads=2, clip_qkv=1.5, rope_theta=10000.0),
           ffn_config=dict(ffn_hidden_size=26, moe_num_experts=6, moe_top_k=3)),
     entry("gpt_oss", head_dim=16, sliding_window=6, swiglu_limit=1.0, **EXPERTS),
     entry("llama4_text", num_local_experts=6, num_experts_per_tok=2, intermediate_size_mlp=42, head_dim=16,
@@ -86,5 +80,12 @@ ENTRIES = [
     entry("sarvam_mla", **(LATENT | GROUPS)),
     entry("glm4_moe_lite", **(LATENT | GROUPS)),
     entry("youtu", **LATENT),
-    entry("minicpm3", scale_emb=3, embed_deviation=0.15, scale_depth=1.2, dim_model_base=24, **(LATENT | dict(rope_parameters=LONG_ROPE))),
+    entry("minicpm3", scale_emb=3, tie_word_embeddings=False, embed_deviation=0.15, scale_depth=1.2, dim_model_base=24, **(LATENT | dict(rope_parameters=LONG_ROPE))),
+    entry("aria_text", moe_num_experts=6, moe_topk=3, moe_num_shared_experts=1, attention_bias=True),
+    entry("cohere2_moe", head_dim=16, sliding_window=6, num_experts=6, num_experts_per_tok=3, num_shared_experts=1,
+          expert_selection_fn="sigmoid", mlp_layer_types=["dense", "sparse", "sparse"],
+          prefix_dense_intermediate_size=22, embed_deviation=0.15,
+          layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    entry("deepseek_v32", index_topk=64, index_head_dim=16, index_n_heads=2, **(LATENT | GROUPS)),
+    entry("glm_moe_dsa", index_topk=64, index_head_dim=16, index_n_heads=2, **(LATENT | GROUPS)),
 ]  # fmt: skip
