@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxinfer.executor.compile_presets import PRESETS
+from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.moe import MoeMlp
 from jaxinfer.models.moe_spec import ClampedSwiglu, MoeSpec, RoutingSpec
+from jaxinfer.models.registry import describe_model
 from jaxinfer.models.routing import route
 from jaxinfer.models.spec import GatedMlpSpec
 from jaxinfer.parallel.mesh import make_mesh, named_sharding
@@ -179,6 +183,17 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tensor_parallel_
 
 def test_devices_that_share_the_experts_give_what_transformers_gives() -> None:
     prove(ENTRIES["qwen2_moe"], 2, expert_parallel=True)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 46.70), ("deepseek-v3", 671.03)])
+def test_published_sizes_have_the_published_number_of_parameters(
+    name: str, billions: float
+) -> None:
+    description = describe_model(PRESETS[name])
+    decoder = FunctionalDecoder.create(description.spec, make_mesh(), "bfloat16")
+    assert sum(prod(leaf.shape) for leaf in decoder.leaves.values()) / 1e9 == pytest.approx(
+        billions, abs=0.01
+    )
 
 
 def test_experts_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:
