@@ -65,7 +65,7 @@ ENTRIES = [
     entry("solar_open", head_dim=16, attention_bias=True, **GROUPS),
     entry("dots1", head_dim=16, sliding_window=6, max_window_layers=1, norm_topk_prob=True,
           **GROUPS),
-    entry("exaone_moe", head_dim=16, sliding_window=6, sliding_window_pattern="LG", num_experts=6,
+    entry("exaone_moe", head_dim=16, sliding_window=6, sliding_window_pattern=2, num_experts=6,
           num_experts_per_tok=3, moe_intermediate_size=26),
     entry("hy_v3", head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=26),
     entry("kolibri1", head_dim=16, sliding_window=6, num_experts=6, num_experts_per_tok=3,
