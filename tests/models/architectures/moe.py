@@ -88,6 +88,6 @@ ENTRIES = [
           layer_types=["full_attention", "sliding_attention", "full_attention"]),
     entry("deepseek_v32", index_topk=64, index_head_dim=16, index_n_heads=2, **(LATENT | GROUPS)),
     entry("glm_moe_dsa", index_topk=64, index_head_dim=16, index_n_heads=2, **(LATENT | GROUPS)),
-    entry("olmoe", num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
+    entry("olmoe", seed=3, gain=2.0, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
     entry("flex_olmo", num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
 ]  # fmt: skip
