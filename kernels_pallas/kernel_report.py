@@ -133,10 +133,8 @@ class KernelCompiler:
         sections = _sections(output())
         calls = _calls(texts[0])
         sizes = re.findall(r"^Resources\(.*$", resources.getvalue(), re.MULTILINE)
-        # Of a kernel that was lowered before, here or in another program, nothing is printed again.
-        if len(sizes) == len(dict(calls)):
-            calls = list(dict(calls).items())
-        elif len(sizes) != len(calls) and not self._known.keys() >= dict(calls).keys():
+        told = sizes_by_kernel([identity for identity, _ in calls], sizes)
+        if told is None and not self._known.keys() >= dict(calls).keys():
             raise RuntimeError(
                 f"The program has {len(calls)} kernels, but Mosaic told the sizes of {len(sizes)}."
             )
@@ -147,14 +145,34 @@ class KernelCompiler:
             )
         # Kernels are compiled as the program is put together, in the order of its launches.
         compiled_as = dict(zip(new, sections, strict=True))
-        for (identity, call), size in zip(calls, sizes, strict=False):
+        for identity, call in dict(calls).items():
             if identity not in self._known:
                 name, section = compiled_as[identity]
                 # A call has its kernel's name somewhere in its serialized code.
                 if f"{name}_mosaic_gpu" not in call:
                     raise RuntimeError(f"No telling kernels apart: {name} is not in {call[:300]}.")
-                self._known[identity] = _report(name, section, size)
+                assert told is not None
+                self._known[identity] = _report(name, section, told[identity])
         return compiled, [self._known[identity] for identity in dict(calls)]
+
+
+def sizes_by_kernel(calls: Sequence[str], sizes: Sequence[str]) -> dict[str, str] | None:
+    """What Mosaic told of each kernel of a program, given the kernels in the order of their calls.
+
+    It tells of a kernel when it lowers it: at its first call, and again where another function calls it that is lowered
+    by itself, as layers of another kind are. None where what was told can't be that: some kernels were lowered before,
+    in another program.
+    """
+    told: dict[str, str] = {}
+    rest = list(sizes)
+    for i, kernel in enumerate(calls):
+        if kernel not in told:
+            if not rest:
+                return None
+            told[kernel] = rest.pop(0)
+        elif len(rest) > len(set(calls[i:]) - told.keys()) and rest[0] == told[kernel]:
+            rest.pop(0)
+    return None if rest else told
 
 
 def _launch_order(hlo: str) -> list[str]:

@@ -19,7 +19,7 @@ from kernels_pallas.compile_table.measure import Row, problems
 from kernels_pallas.compile_table.operations import OPERATIONS, claims
 from kernels_pallas.compile_table.render import named_cases, problem_lines, render, with_others_of
 from kernels_pallas.gpu_target import get_target
-from kernels_pallas.kernel_report import KernelReport
+from kernels_pallas.kernel_report import KernelReport, sizes_by_kernel
 from kernels_pallas.ptx_text import parse_kernel
 from tests.gpu_compiler import needs_compiler
 
@@ -297,3 +297,18 @@ def test_selection_by_words(capsys):
     assert listed and all("size 80, page size 16" in line for line in listed)
     assert main(["--select", "size 63"]) == 1
     assert "nothing claimed has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("calls", "sizes", "told"),
+    [
+        ("abab", "12", {"a": "1", "b": "2"}),
+        ("abab", "1212", {"a": "1", "b": "2"}),
+        ("abacbd", "12324", {"a": "1", "b": "2", "c": "3", "d": "4"}),
+        ("abacbd", "12134", {"a": "1", "b": "2", "c": "3", "d": "4"}),
+        ("ab", "1", None),
+        ("ab", "123", None),
+    ],
+)
+def test_whose_sizes_mosaic_told(calls, sizes, told):
+    assert sizes_by_kernel(list(calls), list(sizes)) == told
