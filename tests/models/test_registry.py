@@ -39,8 +39,8 @@ def test_checkpoint_dtype(key: str) -> None:
 
 
 def test_unknown_architecture_names_itself_and_the_supported_ones() -> None:
-    with pytest.raises(ValueError, match=r"MambaForCausalLM is not supported; .*LlamaForCausalLM"):
-        describe_model(with_architecture("MambaForCausalLM"))
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM is not supported; .*LlamaForCausalLM"):
+        describe_model(with_architecture("RwkvForCausalLM"))
     with pytest.raises(ValueError, match="model_type 'bert'"):
         describe_model({"model_type": "bert"})
 
