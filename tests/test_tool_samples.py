@@ -23,6 +23,7 @@ from jaxinfer.server.settings import ServerSettings
 pytestmark = pytest.mark.real
 
 SAMPLES = int(os.environ.get("TOOL_SAMPLES", "6"))
+NUM_SEQS = 8 if SAMPLES < 100 else 32
 QUESTIONS = (
     "What is the weather in Paris and in Rome?",
     "Remind me to call Ann on Friday, please.",
@@ -63,7 +64,8 @@ SCHEMAS = {t["function"]["name"]: t["function"].get("parameters", {}) for t in T
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(str(smollm2_gguf), max_model_len=512, max_num_seqs=8, max_num_batched_tokens=32)
+    limits = dict(max_num_seqs=NUM_SEQS, max_num_batched_tokens=4 * NUM_SEQS)
+    llm = AsyncLLM(str(smollm2_gguf), max_model_len=512, **limits)
     yield llm
     llm.shutdown()
 
@@ -97,7 +99,7 @@ def test_every_call_is_valid(llm: AsyncLLM):
     async def use() -> list[list[tuple[str, str]]]:
         app = build_app(llm, ServerSettings(served_model_name=("smol",)))
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), timeout=None)
-        free = asyncio.Semaphore(16)
+        free = asyncio.Semaphore(2 * NUM_SEQS)
 
         async def one(index: int) -> list[tuple[str, str]]:
             async with free:
