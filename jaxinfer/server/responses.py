@@ -114,10 +114,14 @@ class _Call:
         else:
             body = self._body("completed")
         body |= {"usage": self._usage(), "completed_at": now()}
-        if self._request.store is not False:
+        if self._stores:
             answer = self._answer.message()
             self._store.put(self._id, body, [*self._messages, answer])
         return body
+
+    @property
+    def _stores(self) -> bool:
+        return self._request.store is not False and self._serving.settings.max_stored_responses > 0
 
     def _usage(self) -> dict[str, Any]:
         usage = self.run.usage
@@ -149,7 +153,7 @@ class _Call:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None} | (request.reasoning or {}),
-            "store": request.store is not False,
+            "store": self._stores,
             "temperature": _given(request.temperature, defaults.get("temperature", 1.0)),
             "text": {"format": {"type": "text"}} | (request.text or {}),
             "tool_choice": request.tool_choice or "auto",

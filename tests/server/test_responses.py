@@ -139,6 +139,16 @@ def _chat_tool() -> list[dict[str, Any]]:
     return [{"type": "function", "function": {k: v for k, v in NOW.items() if k != "type"}}]
 
 
+def test_a_server_without_a_store_says_so():
+    async def use(client: openai.AsyncOpenAI):
+        answer = await client.responses.create(model=MODEL, input="hi")
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+        return answer.store
+
+    assert ask("x", use, dict(max_stored_responses=0)) is False
+
+
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(pattern="^[A-Z]{2}$")
     size: int
