@@ -164,12 +164,9 @@ class _Call:
         }
 
     async def events(self, stream: RequestStream) -> Chunks:
-        begun = False
+        for kind in ("response.created", "response.in_progress"):
+            yield self._numbered({"type": kind, "response": self._body("in_progress")})
         async for output in stream:
-            if not begun:
-                begun = True
-                for kind in ("response.created", "response.in_progress"):
-                    yield self._numbered({"type": kind, "response": self._body("in_progress")})
             self.run.count(output)
             for completion in output.outputs:
                 for event in self._take(completion):
