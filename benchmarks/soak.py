@@ -27,7 +27,7 @@ from serving.tiny_model import write_tiny_model
 
 MAX_LEN, NUM_BLOCKS = 2048, 8192
 LIMITS = ("--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(NUM_BLOCKS))
-LIMITS += ("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "512", "--warmup", "all")
+LIMITS += ("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "128", "--warmup", "all")
 NUM_RUNNING, NUM_QUEUED = 8, 8
 CASES = ("streams", "disconnects", "slow readers", "timeouts", "killed core", "full queue")
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from serving.checks import (
+
+from .checks import (
     Check,
     Witness,
     at_most,
@@ -22,7 +23,7 @@ from serving.checks import (
     random_prompt,
     until_idle,
 )
-from serving.http_client import (
+from .http_client import (
     COMPLETIONS,
     Address,
     Call,
@@ -31,7 +32,7 @@ from serving.http_client import (
     open_call,
     read_metrics,
 )
-from serving.server import Server, resident_bytes
+from .server import Server, resident_bytes
 
 MIB = 2**20
 SETTLED_AFTER = 500
