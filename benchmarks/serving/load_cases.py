@@ -39,6 +39,8 @@ SETTLED_AFTER = 500
 """Requests after which memory has to be flat."""
 FLAT_MIB = 8.0
 NUM_SLOW, NUM_READERS, READER_TOKENS = 8, 30, 128
+STUCK_SECONDS = 2.0
+"""Until buffers are full."""
 
 
 @dataclass
@@ -210,6 +212,7 @@ async def slow_readers(
             stuck = []
             if name == "with":
                 stuck = [await _stop_reading(server.address, max_len, rng) for _ in range(NUM_SLOW)]
+                await asyncio.sleep(STUCK_SECONDS)
             found[name] = percentile(await _readers(server.address, rng), 0.99)
             sizes.append(resident_bytes(server.process.pid) / MIB)
             for call in stuck:
@@ -238,8 +241,8 @@ async def _readers(address: Address, rng: random.Random) -> list[float]:
 
 
 async def _stop_reading(address: Address, max_len: int, rng: random.Random) -> Call:
-    """A long answer, whose every event repeats an id of 4 kB: the kernel's buffers are full after a few of them."""
-    body = completion(random_prompt(rng, 16), max_len - 32, request_id="x" * 4096)
+    """A long answer, whose every event repeats an id of 64 KiB: the kernel's buffers are full after some tens of them."""
+    body = completion(random_prompt(rng, 16), max_len - 32, request_id="x" * 2**16)
     begun = asyncio.Event()
 
     def on_data(call: Call, count: int) -> None:
