@@ -82,6 +82,7 @@ async def answers_and_exact_counts(server: ServerProcess) -> None:
             ("generation_tokens_total", 24 * 9),
             ("prompt_tokens_total", 24 * 4),
             ("time_to_first_token_seconds_count", 24),
+            ("inter_token_latency_seconds_count", 24 * 8),
             ("e2e_request_latency_seconds_count", 24),
             ("num_requests_running", 0),
             ("engine_up", 2),
