@@ -23,8 +23,8 @@ from tests.server.server_process import ROOT, ServerProcess, server_process
 from tests.server.story_server import parse_events
 from tests.server.test_data_parallel import LIMIT, LONG, by_engine
 from tests.server.test_serve_process import MAIN, TEXT, client, story, stream
-from tests.tiny_llm import SMALL, ids, oracle_greedy, tiny_llm_dir
 from tests.tiny_llm import TOKENIZER as TINY
+from tests.tiny_llm import ids, oracle_greedy, tiny_llm_dir
 
 FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--restart-engine")
 
@@ -217,27 +217,34 @@ def test_what_cannot_start_says_why(model_dir):
 
 
 def test_a_tiny_model_over_two_cores_and_two_api_servers():
-    prompts = ["The quick brown fox", "jumps", "over the lazy dog", "a"] * 3
-    limits = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    prompts = ["quick", "brown", "jumps", "boxes", "their", "hands"]
     model = str(tiny_llm_dir())
-    flags = ["--port", "0", "--warmup", "lazy", *limits, *FLAGS]
-    with server_process(["-m", "jaxinfer", "serve", model, *flags]) as server:
+    # Prompts of one length, one at a time on each core: few programs.
+    limits = ("--max-model-len", "16", "--max-num-seqs", "1", "--warmup", "lazy")
+    with server_process(
+        ["-m", "jaxinfer", "serve", model, "--port", "0", *limits, *FLAGS]
+    ) as server:
 
         async def use():
-            body = dict(temperature=0, max_tokens=10, ignore_eos=True)
+            body = dict(temperature=0, max_tokens=6, ignore_eos=True)
             async with client(server) as http:
                 posts = [http.post(TEXT, json=dict(prompt=p) | body) for p in prompts]
                 answers = await asyncio.gather(*posts)
-            return answers, (await fresh(server, "/metrics")).text
+                text = (await fresh(server, "/metrics")).text
+                posts = [http.post(TEXT, json=dict(prompt="quick", max_tokens=8)) for _ in range(6)]
+                samples = await asyncio.gather(*posts)
+            return answers, text, samples
 
-        answers, text = asyncio.run(use())
+        answers, text, samples = asyncio.run(use())
+        # Each core draws its requests' seeds by itself, and none like another.
+        assert len({sample.json()["choices"][0]["text"] for sample in samples}) == 6
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == TINY.decode(
                 oracle_greedy(ids(prompt), 10)
             )
         counts = by_engine(text, "generation_tokens_total")
-        assert sum(counts.values()) == 10 * len(prompts) and min(counts.values()) > 0
+        assert sum(counts.values()) == 6 * len(prompts) and min(counts.values()) > 0
         assert sum(by_engine(text, "request_success_total").values()) == len(prompts)
         prompt_tokens = sum(len(ids(prompt)) for prompt in prompts)
         assert sum(by_engine(text, "prompt_tokens_total").values()) == prompt_tokens

@@ -15,7 +15,7 @@ import pytest
 
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine_factory import build_engine
-from jaxinfer.remote_core import core_environment
+from jaxinfer.remote_core import CoreStarter, core_environment
 from tests.frontend.story_engine import TOKENIZER, continuation
 from tests.server.server_process import ServerProcess
 from tests.server.story_server import parse_events
@@ -129,6 +129,14 @@ def test_python_has_one_engine_per_process(model_dir):
         build_engine(EngineArgs(str(model_dir), data_parallel_size=2))
     with pytest.raises(ValueError, match="data_parallel_size must be at least 1, got 0"):
         EngineArgs("m", data_parallel_size=0)
+
+
+def test_every_core_has_a_rank(monkeypatch):
+    monkeypatch.setattr("jaxinfer.remote_core.CoreProcess", lambda command, args, *_: args)
+    for first in (0, 3):
+        args = EngineArgs("m", data_parallel_size=2, data_parallel_rank=first)
+        started = CoreStarter(args, []).start_all()
+        assert [core.data_parallel_rank for core in started] == [first, first + 1]
 
 
 def test_visible_gpus_are_divided(monkeypatch, tmp_path):
