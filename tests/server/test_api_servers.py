@@ -101,6 +101,25 @@ async def answers_and_exact_counts(server: ServerProcess) -> None:
         assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+async def responses_are_known_to_both(server: ServerProcess) -> None:
+    """Each request has a connection of its own."""
+
+    async def post(**body) -> httpx.Response:
+        async with client(server) as http:
+            return await http.post("/v1/responses", json=dict(max_output_tokens=16) | body)
+
+    first = (await post(input="once")).json()
+    for _ in range(6):
+        assert (await fresh(server, f"/v1/responses/{first['id']}")).json() == first
+        assert (await post(input="a", previous_response_id=first["id"])).status_code == 200
+    async with client(server) as http:
+        path = f"/v1/responses/{first['id']}"
+        assert (await http.delete(path)).json()["deleted"]
+        assert (await http.delete(path)).status_code == 404
+    for _ in range(6):
+        assert (await post(input="a", previous_response_id=first["id"])).status_code == 404
+
+
 async def an_api_server_dies(server: ServerProcess) -> None:
     old = server.api_pids
     assert len(old) == 2
@@ -197,7 +216,13 @@ async def all_drain(server: ServerProcess) -> None:
 
 def test_two_api_servers_over_two_cores(model_dir):
     with story("slow", model_dir, *FLAGS) as server:
-        for phase in (answers_and_exact_counts, an_api_server_dies, a_core_dies, all_drain):
+        for phase in (
+            answers_and_exact_counts,
+            an_api_server_dies,
+            a_core_dies,
+            responses_are_known_to_both,
+            all_drain,
+        ):
             asyncio.run(phase(server))
         assert server.process.wait(LIMIT) == 0
     assert not any(re.search("Traceback", line) for line in server.log), "".join(server.log)
