@@ -45,6 +45,7 @@ from jaxinfer.server.control import (
     Leave,
     Listening,
     Loaded,
+    Slept,
     StartServer,
     ToServer,
     unpack_settings,
@@ -166,6 +167,7 @@ class _ApiServer:
         self._asked: dict[int, asyncio.Future[Answer | Kept]] = {}
         self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
+        llm.metrics.on_slept = lambda level: control.send(Slept(level))
         group = links.group
         assert group is not None
         self._serving = Serving(llm, settings, num_elsewhere=lambda: group.num_unfinished)

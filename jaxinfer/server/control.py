@@ -133,6 +133,12 @@ class Forget(msgspec.Struct, array_like=True, tag=True):
     id: str
 
 
+class Slept(msgspec.Struct, array_like=True, tag=True):
+    """The cores do, at this level, or are awake at 0."""
+
+    level: int
+
+
 class Report(msgspec.Struct, array_like=True, tag=True):
     """All that the process has counted so far, and how many HTTP requests it is answering. `number` is that of the
     `Collect` that asked for it, 0 for those that come by themselves."""
@@ -144,4 +150,4 @@ class Report(msgspec.Struct, array_like=True, tag=True):
     histograms: list[metrics.Histogram]
 
 
-type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget
+type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget | Slept

@@ -39,6 +39,7 @@ from jaxinfer.server.control import (
     Listening,
     Loaded,
     Report,
+    Slept,
     StartServer,
     ToServer,
     pack_settings,
@@ -220,6 +221,8 @@ class Supervisor:
             server.send(Kept(message.number, found, found is not None))
         elif isinstance(message, Forget):
             server.send(Kept(message.number, None, self._responses.remove(message.id)))
+        elif isinstance(message, Slept):
+            self._metrics.slept(message.level)
         elif isinstance(message, Listening):
             server.is_listening = True
             self._log_ready()

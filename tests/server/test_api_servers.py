@@ -106,6 +106,24 @@ async def answers_and_exact_counts(server: ServerProcess) -> None:
         assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+async def all_sleep_and_wake_up(server: ServerProcess) -> None:
+    async def states() -> dict[str, float]:
+        text = (await fresh(server, "/metrics")).text
+        return {
+            state: sum(by_engine(text, rf'engine_sleep_state(?=.*"{state}")').values())
+            for state in ("awake", "weights_offloaded")
+        }
+
+    async with client(server) as http:
+        assert (await http.post("/sleep")).status_code == 200
+        for _ in range(4):
+            assert (await fresh(server, "/is_sleeping")).json() == {"is_sleeping": True}
+            assert await states() == {"awake": 0, "weights_offloaded": 2}
+        assert (await http.post("/wake_up")).status_code == 200
+        assert (await fresh(server, "/is_sleeping")).json() == {"is_sleeping": False}
+        assert await states() == {"awake": 2, "weights_offloaded": 0}
+
+
 async def responses_are_known_to_both(server: ServerProcess) -> None:
     """Each request has a connection of its own."""
 
@@ -218,12 +236,14 @@ async def all_drain(server: ServerProcess) -> None:
             assert parse_events(text)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_two_api_servers_over_two_cores(model_dir):
+def test_two_api_servers_over_two_cores(model_dir, monkeypatch):
+    monkeypatch.setenv("JAXINFER_SERVER_DEV_MODE", "1")
     with story("slow", model_dir, *FLAGS) as server:
         for phase in (
             answers_and_exact_counts,
             an_api_server_dies,
             a_core_dies,
+            all_sleep_and_wake_up,
             responses_are_known_to_both,
             all_drain,
         ):
