@@ -56,6 +56,7 @@ async def eventually(check) -> None:
     end = time.monotonic() + LIMIT
     while not await check():
         assert time.monotonic() < end
+        await asyncio.sleep(0)
 
 
 def start_streams(http: httpx.AsyncClient, count: int, **body):
@@ -161,8 +162,8 @@ async def an_api_server_dies(server: ServerProcess) -> None:
         os.kill(old[0], signal.SIGKILL)
 
         async def orphans_are_gone() -> bool:
-            num_running = sum(not task.done() for task in tasks)
-            return num_running < 24 and await num_unfinished(server) == num_running
+            found = await num_unfinished(server)
+            return found == sum(not task.done() for task in tasks) < 24
 
         await eventually(orphans_are_gone)
         cut = {task for task in tasks if task.done()}
