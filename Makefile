@@ -24,13 +24,14 @@ endif
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
-.PHONY: help demo test test-main test-jax-floor test-kernels lint bench bench-gpu lock clean
+.PHONY: help demo test test-main test-jax-floor test-kernels test-models lint bench bench-gpu lock clean
 
 help:
 	@echo "make demo            chat with SmolLM2-135M on this machine's CPU or GPU, several requests in one batch"
 	@echo "make test            all tests (installs about 7 GB: torch and CUDA's compilers among it)"
 	@echo "make test-jax-floor  what depends on JAX's version, on the oldest supported one ($(FLOOR_JAX))"
 	@echo "make test-kernels    the long runs of the GPU kernels: every planted fault, shape and many random batches, the whole dry run"
+	@echo "make test-models     every architecture against transformers; writes docs/models.md; goes on where it was broken off"
 	@echo "make lint            ruff, mypy on engine/, import-linter"
 	@echo "make bench           offline throughput and start-up time (BENCH_ARGS=... reaches benchmarks/offline.py)"
 	@echo "make bench-gpu       kernels and engine on this machine's GPU, in under six minutes (BENCH_ARGS=--dry: on a CPU)"
@@ -105,6 +106,9 @@ test-jax-floor: $(FLOOR)/.stamp
 
 test-kernels: $(VENV)/.stamp-test
 	MOSAIC_ATTENTION_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels_pallas tests/benchmarks
+
+test-models: $(VENV)/.stamp-test
+	$(BIN)/python -m tests.models.architectures --output docs/models.md
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

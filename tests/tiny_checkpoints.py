@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers, whose weights exercise what real configs use:
+"""Tiny random checkpoints of some families, written by transformers, whose weights exercise what real configs use:
 windows shorter than a prompt, scaled rotations, biases, norm weights that are not one, sizes that no mesh divides."""
 
 from __future__ import annotations
@@ -35,13 +35,6 @@ _YARN = dict(
     beta_fast=8.0,
     original_max_position_embeddings=32,
 )
-_LONG = dict(
-    rope_type="longrope",
-    rope_theta=10000.0,
-    partial_rotary_factor=0.5,
-    short_factor=[1.0, 1.5, 2.5],
-    long_factor=[2.0, 4.0, 8.0],
-)
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -63,7 +56,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0),
         ),
     ),
-    "mistral": ("Mistral", dict(sliding_window=7, head_dim=16)),
     "qwen2": (
         "Qwen2",
         dict(use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=_YARN),
@@ -94,34 +86,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
-    "phi3": (
-        "Phi3",
-        dict(rope_parameters=_LONG, original_max_position_embeddings=64, sliding_window=11),
-    ),
-    "phi3_long": ("Phi3", dict(rope_parameters=_LONG, original_max_position_embeddings=8)),
 }
-CONFIGS["gemma3_multimodal"] = (
-    "Gemma3",
-    dict(
-        text_config={
-            **_COMMON,
-            **CONFIGS["gemma3"][1],
-            "model_type": "gemma3_text",
-            "final_logit_softcapping": None,  # which transformers ignores in this class
-        },
-        vision_config=dict(
-            model_type="siglip_vision_model",
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
-        ),
-        mm_tokens_per_image=4,
-        image_token_index=0,
-    ),
-)
 """By name: the prefix of the transformers classes, and what differs from the common tiny config."""
 
 
@@ -140,12 +105,9 @@ def tiny_model(name: str) -> Any:
     import transformers
 
     prefix, changes = CONFIGS[name]
-    multimodal = "text_config" in changes
-    common = {} if multimodal else _COMMON
-    config = getattr(transformers, f"{prefix}Config")(**{**common, **changes})
+    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **changes})
     config._attn_implementation = "eager"
-    task = "ForConditionalGeneration" if multimodal else "ForCausalLM"
-    model_class = getattr(transformers, prefix.removesuffix("Text") + task)
+    model_class = getattr(transformers, prefix.removesuffix("Text") + "ForCausalLM")
     return randomize(model_class(config)).eval()
 
 

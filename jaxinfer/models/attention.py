@@ -113,7 +113,7 @@ class Attention(nnx.Module):
         q_tkgh, k_tkh, v_tkh = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if qk_norm.after_rope:
             q_tkgh, k_tkh = rotate(q_tkgh, *rope), rotate(k_tkh, *rope)
-            rope = no_rotation(len(qkv))
+            rope = no_rotation(len(qkv), spec.head_dim)
         q_norm, k_norm = (norm_of(self, name, qk_norm.norm) for name in ("q_norm", "k_norm"))
         if qk_norm.over == "projection":
             # Heads that are padding are zeros, and copies of a key count as often as there are.

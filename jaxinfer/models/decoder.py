@@ -97,20 +97,20 @@ class DecoderLayer(nnx.Module):
         update, cache = self._mixed(h_te, cache, batch, rope)
         match self.spec.norms:
             case _ if update is None:
-                x_te, h_te = add(x_te, self._scaled(self._mlp(h_te, batch)), next_norm, mlp_post)
+                x_te, h_te = add(x_te, *self._scaled(self._mlp(h_te, batch), mlp_post), next_norm)
             case _ if self.spec.mlp is None:
-                x_te, h_te = add(x_te, self._scaled(update), next_norm, attention_post)
+                x_te, h_te = add(x_te, *self._scaled(update, attention_post), next_norm)
             case "parallel" | "parallel_shared":
                 mlp_input = h_te if mlp_pre is None else mlp_pre(x_te).astype(x_te.dtype)
                 update = sum_of_parts(update) + sum_of_parts(self._mlp(mlp_input, batch))
-                x_te, h_te = add(x_te, self._scaled(update), next_norm, None)
+                x_te, h_te = add(x_te, *self._scaled(update), next_norm)
             case "sum":
-                _, x_te = add(x_te, self._scaled(update), attention_post, None)
-                _, x_te = add(x_te, self._scaled(self._mlp(x_te, batch)), mlp_post, None)
+                _, x_te = add(x_te, *self._scaled(update), attention_post)
+                _, x_te = add(x_te, *self._scaled(self._mlp(x_te, batch)), mlp_post)
                 h_te = x_te if next_norm is None else next_norm(x_te).astype(x_te.dtype)
             case _:
-                x_te, h_te = add(x_te, self._scaled(update), mlp_pre, attention_post)
-                x_te, h_te = add(x_te, self._scaled(self._mlp(h_te, batch)), next_norm, mlp_post)
+                x_te, h_te = add(x_te, *self._scaled(update, attention_post), mlp_pre)
+                x_te, h_te = add(x_te, *self._scaled(self._mlp(h_te, batch), mlp_post), next_norm)
         return x_te, h_te, cache
 
     def _mixed(
@@ -135,8 +135,12 @@ class DecoderLayer(nnx.Module):
             return self.mlp(x_te, batch.query_start_loc[-1])
         return self.mlp(x_te)
 
-    def _scaled(self, update: jax.Array) -> jax.Array:
-        return scaled(update, self.spec.residual_scale)
+    def _scaled(self, update: jax.Array, norm: Norm | None = None) -> tuple[jax.Array, Norm | None]:
+        """What joins the stream, and the norm that remains to be done before it does."""
+        factor = self.spec.residual_scale
+        if factor == 1 or norm is None:
+            return scaled(update, factor), norm
+        return scaled(norm(sum_of_parts(update)), factor), None
 
 
 @partial(jax.jit, static_argnums=0)
@@ -203,9 +207,8 @@ class Decoder(nnx.Module):
         `streams`, where given, receives by layer the residual stream [T, E] that enters it.
         """
         x_te = self._embedded(batch)
-        attentions = [layer.attention for layer in self.spec.layers]
-        rope_specs = [None if a is None else a.rope for a in attentions]
-        ropes = {rope: _rotation(rope, batch.positions) for rope in set(rope_specs)}
+        rope_keys = [_rotation_key(layer) for layer in self.spec.layers]
+        ropes = {key: _rotation(*key, batch.positions) for key in set(rope_keys)}
         # The norm before each layer, and the one after the last.
         norms = [layer.norm_named(layer.spec.first_norm) for layer in self.layers]
         norms.append(norm_of(self, "norm", self.spec.norm) if self.spec.final_norm else None)
@@ -230,7 +233,7 @@ class Decoder(nnx.Module):
                     None if order is None else states[order],
                 ),
                 batches[group],
-                ropes[rope_specs[i]],
+                ropes[rope_keys[i]],
             )
             if place is not None:
                 pages[place] = cache[0]
@@ -260,8 +263,16 @@ class Decoder(nnx.Module):
         return x_te
 
 
-def _rotation(rope: RopeSpec | None, positions: jax.Array) -> Rotation:
-    return no_rotation(len(positions)) if rope is None else rotation(rope, positions)
+def _rotation_key(layer: LayerSpec) -> tuple[RopeSpec | None, int]:
+    """Of what the rotation depends on."""
+    attention = layer.attention
+    if attention is None or attention.rope is not None:
+        return None if attention is None else attention.rope, 0
+    return None, attention.head_dim
+
+
+def _rotation(rope: RopeSpec | None, head_dim: int, positions: jax.Array) -> Rotation:
+    return no_rotation(len(positions), head_dim) if rope is None else rotation(rope, positions)
 
 
 def logits_of(spec: DecoderSpec, mesh: Mesh, head: Head, hidden_ne: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def norm_of(module: nnx.Module, name: str, spec: NormSpec) -> Norm:
 
 
 def add_norm(
-    mesh: Mesh, x_te: jax.Array, update: jax.Array, norm: Norm | None, update_norm: Norm | None
+    mesh: Mesh, x_te: jax.Array, update: jax.Array, update_norm: Norm | None, norm: Norm | None
 ) -> tuple[jax.Array, jax.Array]:
     """Adds `update` ([T, E], or [S, T, E] partial sums), normed itself where that is asked for, to the residual stream;
     the sum, and its norm for the next block (the sum again where `norm` is None)."""

@@ -9,16 +9,31 @@ from importlib.metadata import entry_points
 
 from jaxinfer.models.cache_groups import model_groups
 from jaxinfer.models.families import (
+    apertus,
     aria,
     bamba,
+    bloom,
+    cohere,
     cohere_moe,
+    ctrl,
+    cwm,
     dbrx,
     deepseek,
     ernie_moe,
+    exaone,
+    falcon,
     falcon_h1,
+    gemma,
     gemma3,
+    glm,
     glm_moe,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
     gpt_oss,
+    gptj,
+    granite,
+    hunyuan,
     jamba,
     lfm2,
     llama,
@@ -26,15 +41,25 @@ from jaxinfer.models.families import (
     mamba,
     mistral,
     mixtral,
+    mpt,
+    nanochat,
+    nemotron,
     nemotron_h,
+    olmo,
     olmo_hybrid,
     olmo_moe,
+    opt,
+    phi,
     phi3,
     qwen2,
     qwen3,
     qwen3_5,
     qwen_moe,
     recurrent_gemma,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
 )
 from jaxinfer.models.family import Config, Family
 from jaxinfer.models.sharded_dims import ShardedDims
@@ -42,16 +67,31 @@ from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
 _MODULES = (
+    apertus,
     aria,
     bamba,
+    bloom,
+    cohere,
     cohere_moe,
+    ctrl,
+    cwm,
     dbrx,
     deepseek,
     ernie_moe,
+    exaone,
+    falcon,
     falcon_h1,
+    gemma,
     gemma3,
+    glm,
     glm_moe,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
     gpt_oss,
+    gptj,
+    granite,
+    hunyuan,
     jamba,
     lfm2,
     llama,
@@ -59,15 +99,25 @@ _MODULES = (
     mamba,
     mistral,
     mixtral,
+    mpt,
+    nanochat,
+    nemotron,
     nemotron_h,
+    olmo,
     olmo_hybrid,
     olmo_moe,
+    opt,
+    phi,
     phi3,
     qwen2,
     qwen3,
     qwen3_5,
     qwen_moe,
     recurrent_gemma,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
 )
 ENTRY_POINTS = "jaxinfer.families"
 """The group of entry points by which installed packages bring families of their own."""
@@ -77,6 +127,12 @@ _FAMILIES: dict[str, Family] = {
     for module in _MODULES
     for family in module.FAMILIES
     for architecture in family.architectures
+}
+_BY_MODEL_TYPE: dict[str, Family] = {
+    model_type: family
+    for module in _MODULES
+    for family in module.FAMILIES
+    for model_type in family.model_types
 }
 
 
@@ -143,6 +199,9 @@ def _register_installed() -> None:
 def find_family(config: Config) -> Family | None:
     """The family that a Hugging Face config belongs to, None where none of its architectures is known."""
     architectures = config.get("architectures") or []
+    by_type = _BY_MODEL_TYPE.get(config.get("model_type", ""))
+    if by_type is not None:
+        return by_type
     if not any(a in _FAMILIES for a in architectures):
         _register_installed()
     return next((_FAMILIES[a] for a in architectures if a in _FAMILIES), None)

@@ -19,6 +19,7 @@ def rotation(spec: RopeSpec, positions: jax.Array) -> Rotation:
     return jnp.cos(angles) * spec.attention_factor, jnp.sin(angles) * spec.attention_factor
 
 
-def no_rotation(num_tokens: int) -> Rotation:
-    """That by an angle of zero, exactly."""
-    return jnp.ones((num_tokens, 1), jnp.float32), jnp.zeros((num_tokens, 1), jnp.float32)
+def no_rotation(num_tokens: int, head_dim: int) -> Rotation:
+    """That of whole heads by an angle of zero, exactly: kernels take it as they take others."""
+    shape = (num_tokens, head_dim // 2)
+    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)

@@ -60,10 +60,12 @@ class PagedRunner:
     budget: int = 8
     num_rows: int = 4
     max_length: int = 64
+    compiler_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self._forward = jax.jit(self.model.forward, donate_argnums=2)
-        self._logits = jax.jit(self.model.logits)
+        options = self.compiler_options
+        self._forward = jax.jit(self.model.forward, donate_argnums=2, compiler_options=options)
+        self._logits = jax.jit(self.model.logits, compiler_options=options)
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], num_new_tokens: int

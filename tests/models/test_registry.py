@@ -65,6 +65,34 @@ def test_unknown_architecture_names_itself_and_the_supported_ones() -> None:
             r"attn_logit_softcapping \(30.0\) is not supported",
         ),
         (with_architecture("MistralForCausalLM", sliding_window=0), "sliding_window must be"),
+        (
+            with_architecture("BloomForCausalLM", apply_residual_connection_post_layernorm=True),
+            "apply_residual_connection_post_layernorm True is not supported; supported: False",
+        ),
+        (
+            with_architecture("OPTForCausalLM", word_embed_proj_dim=32),
+            "word_embed_proj_dim 32 is not supported; supported: 64",
+        ),
+        (
+            with_architecture("MptForCausalLM", attn_config={"qk_ln": True}),
+            "qk_ln True is not supported",
+        ),
+        (
+            with_architecture("GPTNeoForCausalLM", attention_types=[[["banded"], 4]]),
+            r"attention_types \['banded'\] are not supported; supported: \['global', 'local'\]",
+        ),
+        (
+            with_architecture("GPT2LMHeadModel", activation_function="mish"),
+            "hidden_act 'mish' is not supported; supported",
+        ),
+        (
+            with_architecture("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
+            r"no_rope_layers must have num_hidden_layers \(4\) entries, got 2",
+        ),
+        (
+            with_architecture("Olmo2ForCausalLM", rope_scaling={"rope_type": "spiral"}),
+            "rope_type 'spiral' is not supported; supported",
+        ),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused(config: dict[str, Any], message: str) -> None:

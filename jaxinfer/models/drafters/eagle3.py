@@ -99,8 +99,8 @@ class Eagle3(nnx.Module):
         rope = rotation(layer.layers[0].attention.rope, batch.positions)
         update, kv_pages = self.attention(jnp.concatenate(normed, axis=1), kv_pages, batch, rope)
         mlp_norm, norm = (Norm(layer.norm, w[...]) for w in (self.mlp_norm, self.norm))
-        x_te, h_te = add_norm(self.mesh, residual, update, mlp_norm, None)
-        x_te, h_te = add_norm(self.mesh, x_te, self.mlp(h_te), norm, None)
+        x_te, h_te = add_norm(self.mesh, residual, update, None, mlp_norm)
+        x_te, h_te = add_norm(self.mesh, x_te, self.mlp(h_te), None, norm)
         return h_te, x_te, kv_pages
 
     def compute_logits(self, hidden_ne: jax.Array) -> jax.Array:

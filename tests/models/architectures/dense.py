@@ -27,6 +27,17 @@ LONG = dict(
     short_factor=[1.0, 1.5, 2.5],
     long_factor=[2.0, 4.0, 8.0],
 )
+GEMMA3 = dict(
+    num_key_value_heads=1,
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=5,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=100000.0, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1000.0),
+    ),
+)
 
 ENTRIES = [
     entry(
@@ -95,7 +106,15 @@ ENTRIES = [
     entry(
         "falcon", "11b", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
     ),
-    entry("falcon", "rw", alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    entry(
+        "falcon",
+        "rw",
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+        attention="sdpa",  # "eager" adds the slopes twice
+    ),
     entry("ctrl", dff=50, embed_deviation=0.06),
     entry("phi", qk_layernorm=True, rope_parameters=LINEAR | dict(partial_rotary_factor=0.5)),
     entry("persimmon", rope_parameters=LINEAR | dict(partial_rotary_factor=0.5)),
@@ -106,7 +125,12 @@ ENTRIES = [
         use_qkv_bias=True,
         rope_parameters=LINEAR | dict(partial_rotary_factor=0.5),
     ),
-    entry("stablelm", "parallel", use_parallel_residual=True),
+    entry(
+        "stablelm",
+        "parallel",
+        use_parallel_residual=True,
+        rope_parameters=LINEAR | dict(partial_rotary_factor=0.5),
+    ),
     entry("gemma", head_dim=16, embed_deviation=0.06),
     entry(
         "gemma2",
@@ -126,18 +150,21 @@ ENTRIES = [
         final_logit_softcapping=3.0,
         embed_deviation=0.06,
     ),
+    entry("gemma3_text", **GEMMA3, final_logit_softcapping=3.0, embed_deviation=0.06),
     entry(
-        "gemma3_text",
-        num_key_value_heads=1,
-        head_dim=16,
-        query_pre_attn_scalar=24,
-        sliding_window=5,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        final_logit_softcapping=3.0,
-        rope_parameters=dict(
-            full_attention=dict(rope_type="linear", rope_theta=100000.0, factor=8.0),
-            sliding_attention=dict(rope_type="default", rope_theta=1000.0),
+        "gemma3",
+        text_config=GEMMA3 | dict(model_type="gemma3_text"),
+        vision_config=dict(
+            model_type="siglip_vision_model",
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
         ),
+        mm_tokens_per_image=4,
+        image_token_index=0,
         embed_deviation=0.06,
     ),
     entry("cohere", use_qk_norm=True, logit_scale=0.5),
@@ -185,22 +212,36 @@ ENTRIES = [
     entry("arcee", rope_parameters=YARN),
     entry("jais2"),
     entry("apertus", rope_parameters=LLAMA3),
-    entry("helium", head_dim=16),
+    entry("apertus1p5_text", rope_parameters=LLAMA3),
+    entry("emu3", text_config=dict(rope_parameters=LINEAR)),
+    entry(
+        "cohere_compass_text",
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        logit_scale=0.5,
+        rope_parameters=dict(
+            full_attention=None,
+            sliding_attention=dict(rope_type="default", rope_theta=1000.0, mrope_section=[2, 2, 2]),
+        ),
+    ),
+    entry("helium", head_dim=12),
     entry("ernie4_5", head_dim=16, use_bias=True),
     entry(
         "exaone4",
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    entry("exaone4", "full", sliding_window=None),
+    entry("exaone4", "full", sliding_window=None, layer_types=["full_attention"] * 3),
     entry("glm", head_dim=16),
     entry("glm4", head_dim=16),
     entry(
         "hunyuan_v1_dense",
+        head_dim=16,
         rope_parameters=dict(rope_type="dynamic", factor=1.0, rope_theta=10000.0, alpha=50.0),
     ),
     entry(
         "ministral",
+        head_dim=16,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),

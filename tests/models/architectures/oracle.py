@@ -6,19 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.architectures.entry import Entry, checkpoint, transformers_model
+from tests.models.architectures.entry import (
+    NUM_NEW_TOKENS,
+    PROMPTS,
+    Entry,
+    checkpoint,
+    transformers_model,
+)
 from tests.models.paged_harness import PagedRunner, load_checkpoint
 
-PROMPTS = [
-    np.random.default_rng(1).integers(3, 97, 21).tolist(),
-    np.random.default_rng(2).integers(3, 97, 10).tolist(),
-]
-NUM_NEW_TOKENS = 32
 TOLERANCE = 1e-4
 """Absolute, of float32 logits."""
-MIN_DISTINCT = 8
-"""Different tokens among the new ones: a model that repeats itself would prove little."""
 TENSOR_PARALLEL_SIZES = (1, 2)
+
+_COMPILER_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Tiny programs run a few times: compiling them is most of the work."""
 
 
 def prove(wanted: Entry, tensor_parallel_size: int, page_size: int = 4, **options: Any) -> float:
@@ -28,7 +33,7 @@ def prove(wanted: Entry, tensor_parallel_size: int, page_size: int = 4, **option
     checkpoint raises.
     """
     _, model, leaves = load_checkpoint(checkpoint(wanted), tensor_parallel_size, **options)
-    runner = PagedRunner(model, leaves, page_size)
+    runner = PagedRunner(model, leaves, page_size, compiler_options=_COMPILER_OPTIONS)
     worst = 0.0
     for tokens, logits in zip(*runner.greedy(PROMPTS, NUM_NEW_TOKENS), strict=True):
         expected = transformers_logits(wanted, tokens[:-1])
@@ -37,7 +42,6 @@ def prove(wanted: Entry, tensor_parallel_size: int, page_size: int = 4, **option
         np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
         greedy = expected.argmax(-1)[-NUM_NEW_TOKENS:].tolist()
         assert tokens[-NUM_NEW_TOKENS:] == greedy
-        assert len(set(greedy)) >= MIN_DISTINCT, f"{wanted.name} repeats itself: {greedy}"
     return worst
 
 

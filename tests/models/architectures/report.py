@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.models.architectures.entry import Entry
-from tests.models.architectures.oracle import NUM_NEW_TOKENS, TOLERANCE
+from tests.models.architectures.entry import NUM_NEW_TOKENS, Entry
+from tests.models.architectures.oracle import TOLERANCE
 from tests.models.architectures.reasons import REASONS
 from tests.models.architectures.results import Result, Results
 from tests.models.architectures.table import ENTRIES, REPOSITORY, digest, mapping
@@ -29,7 +29,6 @@ type or activation, tensors that the model has no place for.
 """
 
 _OWN_FAMILIES = """\
-
 ## A model of your own
 
 `jaxinfer.models.register(family)` adds a family from outside the package: how its config reads as a `DecoderSpec`, and what
@@ -70,7 +69,7 @@ def _render(result_of: Callable[[Entry], Result | None]) -> str:
     )
     own = _OWN_FAMILIES.format(example=_EXAMPLE.read_text())
     table = ["| model type | architecture | state |", "|---|---|---|", *rows]
-    return "\n".join([introduction, *table, own])
+    return "\n".join([introduction, own, "## All entries", "", *table, ""])
 
 
 def row(name: str, architecture: str, entries: list[Entry]) -> str:

@@ -55,6 +55,6 @@ def digest(wanted: Entry) -> str:
 
 
 def unaccounted() -> list[str]:
-    """Model types of the mapping that are neither proven by an entry nor given up with a reason, or both."""
+    """Model types of the mapping that no entry proves and that have no reason."""
     proven = {entry.model_type for entry in ENTRIES.values()}
-    return [name for name in mapping() if (name in proven) == (name in REASONS)]
+    return [name for name in mapping() if name not in proven and name not in REASONS]
