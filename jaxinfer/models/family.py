@@ -52,13 +52,13 @@ class Family:
 
     architectures: tuple[str, ...]
     spec_from_config: Callable[[Config, int | None], DecoderSpec]
-    model_types: tuple[str, ...] = ()
-    """Where the architecture is one that other families have too: it counts for configs of these types."""
     names: Names | Callable[[Config], Names] = LLAMA_NAMES
     """What its tensors are called."""
     checkpoint_plan: Callable[[Config, DecoderSpec, ShardedDims], LoadPlan] | None = None
     """Where names can't say it."""
     other_tensors: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    """Where the architecture is one that other families have too: it counts for configs of these types."""
     further_layers: bool = False
     """Checkpoints may hold a layer after the last one, which predicts a further token."""
 

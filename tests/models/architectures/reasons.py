@@ -49,7 +49,6 @@ _BY_REASON: dict[str, list[str]] = {
         "lfm2_moe",
         "lfm3",
         "minimax",
-        "qwen3_5",
         "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_next",
@@ -73,7 +72,6 @@ _BY_REASON: dict[str, list[str]] = {
         "hunyuan_v1_moe",
         "jetmoe",
         "laguna",
-        "llama4",
         "mimo_v2_flash",
         "olmoe",
     ],
@@ -95,6 +93,8 @@ _BY_REASON: dict[str, list[str]] = {
 REASONS: dict[str, str] = {
     name: reason for reason, names in _BY_REASON.items() for name in names
 } | {
+    "llama4": "multimodal wrapper; its text model is proven as llama4_text",
+    "qwen3_5": "multimodal wrapper; its text model is proven as qwen3_5_text",
     "bitnet": "ternary weights and activations of 8 bits",
     "blt": "bytes in patches, by an encoder and a decoder around the model",
     "cpmant": "segments and relative positions beside the tokens",
