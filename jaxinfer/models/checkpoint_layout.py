@@ -200,7 +200,10 @@ def attention_plan(
         )
     if spec.qk_norm is not None:
         for leaf, tensor, group in (("q_norm", names.q_norm, G), ("k_norm", names.k_norm, 1)):
-            shape = (H,) if spec.qk_norm.over == "head" else (K * group * H,)
+            count = K * group
+            shape = {"head": (H,), "own_head": (count, H), "projection": (count * H,)}[
+                spec.qk_norm.over
+            ]
             assemble = partial(_assemble_qk_norm, spec, dims, leaf, order)
             norm = norm_plan(leaf, f"{prefix}{tensor}", spec.qk_norm.norm, shape, assemble)
             sources |= {("attention", *path): source for path, source in norm.items()}

@@ -36,20 +36,19 @@ def _plan(config: Config, spec: DecoderSpec, dims: ShardedDims) -> LoadPlan:
     plan = decoder_plan(spec, dims, _NAMES)
     for path, source in plan.items():
         if path[-1] in ("q_norm", "k_norm"):
-            plan[path] = _of_heads(source, spec)
+            plan[path] = _of_heads(source)
     return plan
 
 
-def _of_heads(source: LeafSource, spec: DecoderSpec) -> LeafSource:
+def _of_heads(source: LeafSource) -> LeafSource:
     """The same from a tensor for each head."""
-    dim = spec.layers[0].attention.head_dim
-    ((size,),) = source.shapes
+    ((num_heads, dim),) = source.shapes
     tensor = source.names[0].removesuffix(".weight")
     return replace(
         source,
-        names=tuple(f"{tensor}.norms.{i}.weight" for i in range(size // dim)),
-        shapes=((dim,),) * (size // dim),
-        assemble=lambda tensors: source.assemble([np.concatenate(tensors)]),
+        names=tuple(f"{tensor}.norms.{i}.weight" for i in range(num_heads)),
+        shapes=((dim,),) * num_heads,
+        assemble=lambda tensors: source.assemble([np.stack(tensors)]),
     )
 
 
