@@ -39,9 +39,7 @@ class Observer(Protocol):
         """Each output that a request's stream gets; the last one is `finished`, however the request ends."""
         ...
 
-    def step(self, outputs: EngineCoreOutputs) -> None:
-        """Before the requests that it ends have their last outputs."""
-        ...
+    def step(self, outputs: EngineCoreOutputs) -> None: ...
 
 
 class AsyncLLM:
@@ -270,8 +268,8 @@ class AsyncLLM:
         while self._arrived:
             try:
                 outputs = self._arrived.popleft()
-                self.observer.step(outputs)
                 to_abort = self._outputs.process(outputs)
+                self.observer.step(outputs)
             except Exception as error:  # nobody would hear of it, and everyone would wait
                 for stream in self._streams:
                     stream.fail(error)

@@ -9,7 +9,7 @@ import random
 import signal
 import time
 
-from .checks import (
+from serving.checks import (
     POLL_SECONDS,
     Check,
     Witness,
@@ -21,7 +21,7 @@ from .checks import (
     random_prompt,
     until_idle,
 )
-from .http_client import (
+from serving.http_client import (
     COMPLETIONS,
     Address,
     Answer,
@@ -30,7 +30,7 @@ from .http_client import (
     open_call,
     read_metrics,
 )
-from .server import Server
+from serving.server import Server
 
 NUM_AT_WORK = 64
 RESTART_LIMIT = 120.0

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-
-from .checks import (
+from serving.checks import (
     Check,
     Witness,
     at_most,
@@ -23,7 +22,7 @@ from .checks import (
     random_prompt,
     until_idle,
 )
-from .http_client import (
+from serving.http_client import (
     COMPLETIONS,
     Address,
     Call,
@@ -32,15 +31,13 @@ from .http_client import (
     open_call,
     read_metrics,
 )
-from .server import Server, resident_bytes
+from serving.server import Server, resident_bytes
 
 MIB = 2**20
 SETTLED_AFTER = 500
 """Requests after which memory has to be flat."""
 FLAT_MIB = 8.0
 NUM_SLOW, NUM_READERS, READER_TOKENS = 8, 30, 128
-STUCK_SECONDS = 2.0
-"""Until buffers are full."""
 
 
 @dataclass
@@ -212,7 +209,6 @@ async def slow_readers(
             stuck = []
             if name == "with":
                 stuck = [await _stop_reading(server.address, max_len, rng) for _ in range(NUM_SLOW)]
-                await asyncio.sleep(STUCK_SECONDS)
             found[name] = percentile(await _readers(server.address, rng), 0.99)
             sizes.append(resident_bytes(server.process.pid) / MIB)
             for call in stuck:
@@ -241,8 +237,8 @@ async def _readers(address: Address, rng: random.Random) -> list[float]:
 
 
 async def _stop_reading(address: Address, max_len: int, rng: random.Random) -> Call:
-    """A long answer, whose every event repeats an id of 64 KiB: the kernel's buffers are full after some tens of them."""
-    body = completion(random_prompt(rng, 16), max_len - 32, request_id="x" * 2**16)
+    """A long answer, whose every event repeats an id of 4 kB: the kernel's buffers are full after a few of them."""
+    body = completion(random_prompt(rng, 16), max_len - 32, request_id="x" * 4096)
     begun = asyncio.Event()
 
     def on_data(call: Call, count: int) -> None:

@@ -110,8 +110,8 @@ def _recur_heads(
     gate, beta, dt = (x.astype(jnp.float32) for x in (gate, beta, dt))
     log_decay = -jnp.exp(a_log) * jax.nn.softplus(dt + dt_bias)
     inputs = DeltaInputs(
-        q=_unit(q) * K**-0.5,
-        k=_unit(k),
+        q=unit(q) * K**-0.5,
+        k=unit(k),
         v=v.reshape(*v.shape[:2], Q, V),
         log_decay=log_decay[..., None],
         beta=spec.max_beta * jax.nn.sigmoid(beta),
@@ -122,5 +122,5 @@ def _recur_heads(
     return y.reshape(*y.shape[:2], Q * V), conv_states, delta_states
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _UNIT_EPS)

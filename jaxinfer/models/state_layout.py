@@ -10,6 +10,7 @@ import numpy as np
 from jaxinfer.models.state_layers import ShardedGroups
 from jaxinfer.models.state_spec import (
     DeltaNetSpec,
+    KimiDeltaSpec,
     Mamba2Spec,
     MambaSpec,
     RgLruSpec,
@@ -51,6 +52,8 @@ def state_plan(
         case DeltaNetSpec():
             assert delta_net is not None, "the family must name the tensors"
             return delta_net_plan(spec, embed_dim, prefix, tensor_parallel_size, delta_net)
+        case KimiDeltaSpec():
+            return kimi_delta_plan(spec, embed_dim, prefix)
         case ShortConvSpec():
             return short_conv_plan(spec, embed_dim, prefix)
         case RgLruSpec():
@@ -159,6 +162,51 @@ def delta_net_plan(
             (f"{prefix}A_log",), ((H,),), lambda t: groups_of(groups, (head,), t[0])
         ),
     }
+
+
+def kimi_delta_plan(spec: KimiDeltaSpec, embed_dim: int, prefix: str) -> LoadPlan:
+    """The leaves of `KimiDelta`."""
+    E, H, D, R = embed_dim, spec.num_heads, spec.head_dim, spec.gate_rank
+    # Heads are groups of their own, and nothing is stored twice.
+    groups, head, number = ShardedGroups(H, 1, 1), _Part(H * D), _Part(H)
+    parts = {"q": head, "k": head, "v": head, "b": number}
+    gates = {"f": head, "g": head}
+    if R is None:
+        parts |= gates
+
+    def by_head(name: str, part: _Part, *tail: int) -> LeafSource:
+        shape = (part.num_rows, *tail)
+        return LeafSource(
+            (f"{prefix}{name}",), (shape,), lambda t: groups_of(groups, (part,), t[0])
+        )
+
+    plan: LoadPlan = {
+        ("in_proj",): LeafSource(
+            tuple(f"{prefix}{part}_proj.weight" for part in parts),
+            tuple((part.num_rows, E) for part in parts.values()),
+            lambda t: groups_of(groups, tuple(parts.values()), np.concatenate(t)),
+        ),
+        ("conv",): _group_taps(
+            groups,
+            (head, head, head),
+            [f"{prefix}{part}_conv1d.weight" for part in "qkv"],
+            spec.conv_kernel,
+        ),
+        ("dt_bias",): by_head("dt_bias", head),
+        ("a_log",): LeafSource((f"{prefix}A_log",), ((1, 1, H, 1),), lambda t: t[0].reshape(H)),
+        ("norm",): LeafSource((f"{prefix}o_norm.weight",), ((D,),)),
+        ("out_proj",): _group_columns(groups, f"{prefix}o_proj.weight", E, H * D),
+    }
+    if R is not None:
+        plan["gate_in",] = LeafSource(
+            tuple(f"{prefix}{gate}_a_proj.weight" for gate in gates), ((R, E),) * 2, np.stack
+        )
+        plan["gate_out",] = LeafSource(
+            tuple(f"{prefix}{gate}_b_proj.weight" for gate in gates),
+            ((H * D, R),) * 2,
+            lambda t: np.stack([x.reshape(H, D, R) for x in t], axis=1),
+        )
+    return plan
 
 
 def short_conv_plan(spec: ShortConvSpec, embed_dim: int, prefix: str) -> LoadPlan:

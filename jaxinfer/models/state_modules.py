@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.models.delta_net import DeltaNet
+from jaxinfer.models.kimi_delta import KimiDelta
 from jaxinfer.models.mamba import Mamba, Mamba2
 from jaxinfer.models.rg_lru import RgLru
 from jaxinfer.models.short_conv import ShortConv
 from jaxinfer.models.state_spec import (
     DeltaNetSpec,
+    KimiDeltaSpec,
     Mamba2Spec,
     MambaSpec,
     RgLruSpec,
@@ -19,12 +21,13 @@ from jaxinfer.models.state_spec import (
     StateSpec,
 )
 
-StateLayer = Mamba | Mamba2 | DeltaNet | ShortConv | RgLru
+StateLayer = Mamba | Mamba2 | DeltaNet | KimiDelta | ShortConv | RgLru
 
 _MODULES: dict[type[StateSpec], type[StateLayer]] = {
     MambaSpec: Mamba,
     Mamba2Spec: Mamba2,
     DeltaNetSpec: DeltaNet,
+    KimiDeltaSpec: KimiDelta,
     ShortConvSpec: ShortConv,
     RgLruSpec: RgLru,
 }

@@ -1,4 +1,4 @@
-"""Bamba and Granite 4 (granitemoehybrid): Mamba-2 layers with attention between them, an MLP after each."""
+"""Bamba and Granite 4 (granitemoehybrid): Mamba-2 layers with attention between them, an MLP or a mixture after each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxinfer.models.family import (
     step_limits,
     with_states,
 )
+from jaxinfer.models.moe_family import moe_spec, with_experts
+from jaxinfer.models.moe_layout import MoeNames
 from jaxinfer.models.spec import DecoderSpec, GatedMlpSpec
 from jaxinfer.models.state_spec import Mamba2Spec
 
@@ -23,7 +25,18 @@ _BAMBA_NAMES = Names(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
-_GRANITE_NAMES = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+_GRANITE_NAMES = Names(
+    gate_up=("shared_mlp.input_linear",),
+    down="shared_mlp.output_linear",
+    moe=MoeNames(
+        router="block_sparse_moe.router.layer.weight",
+        expert=None,
+        all_gate_up=("block_sparse_moe.input_linear.weight",),
+        all_down="block_sparse_moe.output_linear.weight",
+        shared_gate_up=("shared_mlp.input_linear.weight",),
+        shared_down="shared_mlp.output_linear.weight",
+    ),
+)
 
 
 def mamba2_state(config: Config, **features: Any) -> Mamba2Spec:
@@ -64,11 +77,6 @@ def bamba_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
 
 
 def granite_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
-    num_experts = config.get("num_local_experts", 8)
-    if num_experts:
-        raise ValueError(
-            f"num_local_experts ({num_experts}) is not supported for granitemoehybrid."
-        )
     position_type = config.get("position_embedding_type")
     if position_type not in (None, "nope", "rope"):
         raise ValueError(
@@ -91,7 +99,16 @@ def granite_spec(config: Config, max_model_len: int | None) -> DecoderSpec:
     )
     state = mamba2_state(config)
     kinds = layer_kinds(config, ["linear_attention"] * num_layers)
-    return with_states(spec, [state if kind == "linear_attention" else None for kind in kinds])
+    spec = with_states(spec, [state if kind == "linear_attention" else None for kind in kinds])
+    if not config.get("num_local_experts", 8):
+        return spec
+    moe = moe_spec(
+        {"num_local_experts": 8, "num_experts_per_tok": 2, **config},
+        config["intermediate_size"],
+        shared_dim=config["shared_intermediate_size"],
+        routing={"renormalize": True},
+    )
+    return with_experts(spec, moe)
 
 
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""Jamba: selective scans with attention without positions between them, an MLP after each."""
+"""Jamba: selective scans with attention without positions between them, an MLP or a mixture after each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 from jaxinfer.models.checkpoint_layout import Names
 from jaxinfer.models.family import Config, Family, activation, llama_like_spec, with_states
+from jaxinfer.models.moe_family import moe_spec, with_experts
+from jaxinfer.models.moe_layout import MoeNames
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.models.state_spec import MambaSpec
 
 
 def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
     num_experts, num_layers = config.get("num_experts", 16), config["num_hidden_layers"]
-    if num_experts > 1:
-        raise ValueError(f"num_experts ({num_experts}) is not supported for jamba; supported: 1.")
     embed_dim, rank = config["hidden_size"], config.get("mamba_dt_rank", "auto")
     state = MambaSpec(
         inner_dim=config.get("mamba_expand", 2) * embed_dim,
@@ -28,7 +28,14 @@ def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
     )
     period, offset = config.get("attn_layer_period", 8), config.get("attn_layer_offset", 4)
     spec = llama_like_spec(config, max_model_len, ropes=[None] * num_layers)
-    return with_states(spec, [None if i % period == offset else state for i in range(num_layers)])
+    spec = with_states(spec, [None if i % period == offset else state for i in range(num_layers)])
+    if num_experts == 1:
+        return spec
+    moe = moe_spec(
+        {"num_experts": 16, "num_experts_per_tok": 2, **config}, config["intermediate_size"]
+    )
+    period, offset = config.get("expert_layer_period", 2), config.get("expert_layer_offset", 1)
+    return with_experts(spec, moe, [i % period == offset for i in range(num_layers)])
 
 
 FAMILIES = (
@@ -40,6 +47,12 @@ FAMILIES = (
             mlp_norm="pre_ff_layernorm",
             gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
             down="feed_forward.down_proj",
+            moe=MoeNames(
+                router="feed_forward.router.weight",
+                expert="feed_forward.experts.{}.",
+                all_gate_up=("feed_forward.experts.gate_up_proj",),
+                all_down="feed_forward.experts.down_proj",
+            ),
         ),
     ),
 )

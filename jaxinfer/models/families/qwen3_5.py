@@ -1,10 +1,11 @@
-"""Qwen 3.5 (text): gated delta nets with gated attention between them, an MLP after each."""
+"""Qwen3-Next and Qwen 3.5 (text): gated delta nets with gated attention between them, an MLP or a mixture after each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from jaxinfer.models.checkpoint_layout import Names
+from jaxinfer.models.families.qwen_moe import SHARED_EXPERT, every_few_layers
 from jaxinfer.models.family import (
     Config,
     Family,
@@ -14,6 +15,7 @@ from jaxinfer.models.family import (
     rms_head_norm,
     with_states,
 )
+from jaxinfer.models.moe_family import moe_spec, with_experts
 from jaxinfer.models.spec import DecoderSpec, NormSpec
 from jaxinfer.models.state_layout import DeltaNetNames
 from jaxinfer.models.state_spec import DeltaNetSpec
@@ -39,6 +41,20 @@ def spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
     return with_states(spec, [state if kind == "linear_attention" else None for kind in kinds])
 
 
+def moe_spec_from_config(config: Config, max_model_len: int | None) -> DecoderSpec:
+    config = config.get("text_config", config)
+    defaults = {"intermediate_size": config["moe_intermediate_size"]}
+    spec = spec_from_config({**defaults, **config}, max_model_len)
+    moe = moe_spec(
+        config,
+        config["moe_intermediate_size"],
+        shared_dim=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+        routing={"renormalize": config.get("norm_topk_prob", True)},
+    )
+    return with_experts(spec, moe, every_few_layers(config))
+
+
 def delta_net_state(config: Config) -> DeltaNetSpec:
     return DeltaNetSpec(
         num_key_heads=config.get("linear_num_key_heads", 16),
@@ -62,10 +78,30 @@ _NAMES = Names(
         )
     ),
 )
+_NEXT_NAMES = replace(
+    _NAMES,
+    delta_net=DeltaNetNames(
+        in_proj=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), interleaved=True
+    ),
+    moe=SHARED_EXPERT,
+)
 _OTHERS = (r"mtp\..*", r"model\.visual\..*")
 
 FAMILIES = (
     Family(("Qwen3_5ForCausalLM",), spec_from_config, _NAMES, other_tensors=_OTHERS),
+    Family(("Qwen3NextForCausalLM",), moe_spec_from_config, _NEXT_NAMES, other_tensors=_OTHERS),
+    Family(
+        ("Qwen3_5MoeForCausalLM",),
+        moe_spec_from_config,
+        replace(_NAMES, moe=SHARED_EXPERT),
+        other_tensors=_OTHERS,
+    ),
+    Family(
+        ("Qwen3_5MoeForConditionalGeneration",),
+        moe_spec_from_config,
+        replace(_NAMES, prefix="model.language_model.", moe=SHARED_EXPERT),
+        other_tensors=_OTHERS,
+    ),
     Family(
         ("Qwen3_5ForConditionalGeneration",),
         spec_from_config,

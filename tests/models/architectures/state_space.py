@@ -13,6 +13,10 @@ DELTA_NET = dict(
     linear_value_head_dim=10,
 )
 
+EPS = 1e-3
+"""Heads of a few elements return next to nothing at some tokens, and their norm would blow up what rounding leaves."""
+MOE = dict(num_experts=4, num_experts_per_tok=2)
+
 ENTRIES = [
     entry("mamba", state_size=5, time_step_rank=7, use_bias=True),
     entry("falcon_mamba", state_size=5, time_step_rank=7, tie_word_embeddings=False),
@@ -105,6 +109,83 @@ ENTRIES = [
         mamba_proj_bias=True,
     ),
     entry(
+        "jamba",
+        "experts",
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_d_state=5,
+        mamba_dt_rank=7,
+        **MOE,
+    ),
+    entry(
+        "granitemoehybrid",
+        "experts",
+        num_local_experts=4,
+        shared_intermediate_size=30,
+        layer_types=MIXED,
+        mamba_n_heads=12,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        mamba_chunk_size=16,
+        attention_multiplier=0.4,
+    ),
+    entry(
+        "lfm2_moe",
+        layer_types=["conv", "full_attention", "conv"],
+        conv_bias=True,
+        num_dense_layers=1,
+        moe_intermediate_size=26,
+        routed_scaling_factor=1.7,
+        **MOE,
+    ),
+    entry(
+        "kimi_linear",
+        layer_types=MIXED,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_key_value_heads=4,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        moe_intermediate_size=26,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        gain=1.2,
+    ),
+    entry(
+        "qwen3_next",
+        layer_types=MIXED,
+        head_dim=16,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=30,
+        gain=1.2,
+        rms_norm_eps=EPS,
+        **MOE,
+        **DELTA_NET,
+    ),
+    entry(
+        "qwen3_5_moe_text",
+        layer_types=MIXED,
+        head_dim=16,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=30,
+        gain=1.2,
+        rms_norm_eps=EPS,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1000.0,
+            partial_rotary_factor=0.5,
+            mrope_section=[2, 1, 1],
+            mrope_interleaved=True,
+        ),
+        **MOE,
+        **DELTA_NET,
+    ),
+    entry(
         "nemotron_h",
         layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
         head_dim=16,
@@ -135,6 +216,8 @@ ENTRIES = [
     ),
     entry(
         "qwen3_5_text",
+        gain=1.2,
+        rms_norm_eps=EPS,
         layer_types=MIXED,
         head_dim=16,
         rope_parameters=dict(
@@ -153,5 +236,6 @@ ENTRIES = [
         intermediate_size=100,
         logits_soft_cap=3.0,
         embed_deviation=0.06,
+        gain=2.5,
     ),
 ]
