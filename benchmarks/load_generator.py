@@ -163,8 +163,12 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=64, help="tokens, on average")
     parser.add_argument("--output-len", type=int, default=32, help="tokens, on average")
+    parser.add_argument(
+        "--serve-args", nargs=argparse.REMAINDER, default=[], help="the rest goes to jaxinfer serve"
+    )
     args = parser.parse_args()
     flags = ["--max-num-seqs", str(args.concurrency), "--max-model-len", "1024", "--warmup", "all"]
+    flags += args.serve_args
     with tempfile.TemporaryDirectory(prefix="load-generator-") as name:
         folder = Path(name)
         command = jaxinfer_command(args.model, *flags)

@@ -106,7 +106,8 @@ def measure(target: Target, prompts: list[list[int]], max_tokens: int, patience:
 
 def vllm_server(python: Path, model: str, flags: list[str], threads: int, folder: Path):
     command = [str(python.parent / "vllm"), "serve", model, "--served-model-name", "tiny"]
-    command += ["--max-model-len", str(MAX_LEN), "--dtype", "float32", *flags]
+    command += ["--max-model-len", str(MAX_LEN), "--dtype", "float32"]
+    command += ["--disable-uvicorn-access-log", *flags]
     environment = VLLM_ENVIRONMENT | {
         "LD_PRELOAD": vllm_preload(python),
         "OMP_NUM_THREADS": str(threads),

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from machine import describe_machine, versions
@@ -27,7 +27,7 @@ from serving.tiny_model import write_tiny_model
 
 MAX_LEN, NUM_BLOCKS = 2048, 8192
 LIMITS = ("--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(NUM_BLOCKS))
-LIMITS += ("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "512", "--warmup", "all")
+LIMITS += ("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "128", "--warmup", "all")
 NUM_RUNNING, NUM_QUEUED = 8, 8
 CASES = ("streams", "disconnects", "slow readers", "timeouts", "killed core", "full queue")
 
@@ -73,11 +73,11 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[Check]:
+def run(args: argparse.Namespace, folder: Path) -> Iterator[Check]:
+    """What each case finds, as soon as it is known."""
     rng = random.Random(args.seed)
     model = args.model or str(write_tiny_model(folder / "tiny"))
     log = args.log or folder / "server.log"
-    checks: list[Check] = []
     for flags, cases in groups(args, rng).items():
         chosen = {name: case for name, case in cases.items() if name in args.only}
         if not chosen:
@@ -85,33 +85,28 @@ def run(args: argparse.Namespace, folder: Path) -> list[Check]:
         with running_server(jaxinfer_command(model, *LIMITS, *flags), log) as server:
             for name, case in chosen.items():
                 start = time.monotonic()
-                checks += asyncio.run(case(server))  # type: ignore[arg-type]
+                yield from asyncio.run(case(server))  # type: ignore[arg-type]
                 print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return checks
-
-
-def table(checks: Sequence[Check]) -> list[str]:
-    """Markdown."""
-    rows = [
-        f"| {c.case} | {c.what} | {c.found} | {c.wanted} | {'' if c.ok else 'MISSED'} |"
-        for c in checks
-    ]
-    return ["| case | | found | wanted | |", "|---|---|---|---|---|", *rows]
 
 
 def main() -> int:
     args = parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        try:
-            checks = run(args, Path(folder))
-        except ServerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
     print(
         f"{describe_machine()}; {versions('jax', 'uvicorn')}; {Path(args.model or 'the tiny model').name}\n"
     )
-    print("\n".join(table(checks)))
-    return 0 if all(check.ok for check in checks) else 1
+    print("| case | | found | wanted | |\n|---|---|---|---|---|", flush=True)
+    all_ok = True
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        try:
+            for check in run(args, Path(folder)):
+                all_ok = all_ok and check.ok
+                mark = "" if check.ok else "MISSED"
+                row = (check.case, check.what, check.found, check.wanted, mark)
+                print(f"| {' | '.join(row)} |", flush=True)
+        except ServerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0 if all_ok else 1
 
 
 if __name__ == "__main__":

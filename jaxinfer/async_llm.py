@@ -39,7 +39,9 @@ class Observer(Protocol):
         """Each output that a request's stream gets; the last one is `finished`, however the request ends."""
         ...
 
-    def step(self, outputs: EngineCoreOutputs) -> None: ...
+    def step(self, outputs: EngineCoreOutputs) -> None:
+        """Before the requests that it ends have their last outputs."""
+        ...
 
 
 class AsyncLLM:
@@ -268,8 +270,8 @@ class AsyncLLM:
         while self._arrived:
             try:
                 outputs = self._arrived.popleft()
-                to_abort = self._outputs.process(outputs)
                 self.observer.step(outputs)
+                to_abort = self._outputs.process(outputs)
             except Exception as error:  # nobody would hear of it, and everyone would wait
                 for stream in self._streams:
                     stream.fail(error)

@@ -242,8 +242,8 @@ class LLM:
                     raise EngineDeadError("The engine core has lost requests.")
                 step = self._client.get_output()
                 progress.add_written(len(step.token_ids))
-                to_abort = self._outputs.process(step)
                 self._metrics.step(step)
+                to_abort = self._outputs.process(step)
                 if to_abort:
                     self._client.abort_requests(to_abort)
         except BaseException:

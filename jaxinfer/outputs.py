@@ -113,7 +113,7 @@ class RequestOutput:
                 self.outputs.append(new)
                 continue
             mine.text += new.text
-            mine.token_ids = mine.token_ids + new.token_ids
+            mine.token_ids += new.token_ids
             if new.logprobs:
                 mine.logprobs = mine.logprobs + new.logprobs if mine.logprobs else new.logprobs  # type: ignore[operator]
             mine.cumulative_logprob = new.cumulative_logprob

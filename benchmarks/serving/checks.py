@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from serving.http_client import (
+from .http_client import (
     COMPLETIONS,
     Address,
     Answer,

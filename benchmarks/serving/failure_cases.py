@@ -9,7 +9,7 @@ import random
 import signal
 import time
 
-from serving.checks import (
+from .checks import (
     POLL_SECONDS,
     Check,
     Witness,
@@ -21,7 +21,7 @@ from serving.checks import (
     random_prompt,
     until_idle,
 )
-from serving.http_client import (
+from .http_client import (
     COMPLETIONS,
     Address,
     Answer,
@@ -30,7 +30,7 @@ from serving.http_client import (
     open_call,
     read_metrics,
 )
-from serving.server import Server
+from .server import Server
 
 NUM_AT_WORK = 64
 RESTART_LIMIT = 120.0

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.http_client import Address
+from .http_client import Address
 
 _STOP_SECONDS = 30.0
 

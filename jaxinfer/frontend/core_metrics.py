@@ -23,6 +23,8 @@ class CoreMetrics:
         num_blocks: Sequence[int | None],
         num_open: Callable[[int], int] | None = None,
     ) -> None:
+        self.on_slept: Callable[[int], None] | None = None
+        """Hears of it where others have to know."""
         self._num_open = [0] * len(num_blocks)
         self.cores = [
             EngineMetrics(
@@ -44,6 +46,8 @@ class CoreMetrics:
         """All cores, at this level; 0: they are awake."""
         for core in self.cores:
             core.slept(level)
+        if self.on_slept is not None:
+            self.on_slept(level)
 
     def turned_away(self, limit: str) -> None:
         """A request that no core got; counted with the first."""

@@ -108,7 +108,7 @@ class Processor:
         params = self._complete(params, len(token_ids))
         number = f"{next(self._counter)}{self._origin}"
         core_request = EngineCoreRequest(
-            request_id=number if request_id is None else f"{request_id}#{number}",
+            request_id=number if request_id is None else f"{request_id[:64]}#{number}",
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_time=arrival_time,

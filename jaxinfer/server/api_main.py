@@ -37,15 +37,21 @@ from jaxinfer.server.control import (
     CoreUp,
     Drain,
     Failed,
+    Find,
+    Forget,
     FromServer,
+    Keep,
+    Kept,
     Leave,
     Listening,
     Loaded,
+    Slept,
     StartServer,
     ToServer,
     unpack_settings,
 )
 from jaxinfer.server.http_server import HttpServer
+from jaxinfer.server.response_store import StoredResponse
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.shared_metrics import report
@@ -158,13 +164,16 @@ class _ApiServer:
         self._control = control
         self._llm = llm
         self._links = links
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._asked: dict[int, asyncio.Future[Answer | Kept]] = {}
         self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
+        llm.metrics.on_slept = lambda level: control.send(Slept(level))
         group = links.group
         assert group is not None
         self._serving = Serving(llm, settings, num_elsewhere=lambda: group.num_unfinished)
-        app = build_app(llm, settings, tracing=tracing, serving=self._serving, numbers=self)
+        app = build_app(
+            llm, settings, tracing=tracing, serving=self._serving, numbers=self, stored=self
+        )
         self._server = HttpServer(
             app,
             listen,
@@ -184,16 +193,35 @@ class _ApiServer:
                 self._thread.join()
 
     async def metrics(self) -> bytes:
-        return (await self._ask()).metrics
+        return (await self._numbers_of_all()).metrics
 
     async def num_active(self) -> int:
-        return (await self._ask()).num_active
+        return (await self._numbers_of_all()).num_active
 
-    async def _ask(self) -> Answer:
+    async def _numbers_of_all(self) -> Answer:
+        answer = await self._ask(Ask)
+        assert isinstance(answer, Answer)
+        return answer
+
+    async def keep(self, id: str, stored: StoredResponse) -> None:
+        await self._ask(lambda number: Keep(number, id, stored))
+
+    async def get(self, id: str) -> StoredResponse | None:
+        answer = await self._ask(lambda number: Find(number, id))
+        assert isinstance(answer, Kept)
+        return answer.response
+
+    async def remove(self, id: str) -> bool:
+        answer = await self._ask(lambda number: Forget(number, id))
+        assert isinstance(answer, Kept)
+        return answer.was_there
+
+    async def _ask(self, make: Callable[[int], FromServer]) -> Answer | Kept:
+        """What the supervisor says to the message of this number."""
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self._control.send(Ask(number))
+            self._control.send(make(number))
             return await answer
         finally:
             del self._asked[number]
@@ -216,7 +244,7 @@ class _ApiServer:
     def _handle(self, message: ToServer) -> None:
         if isinstance(message, Collect):
             self._send_report(message.number)
-        elif isinstance(message, Answer):
+        elif isinstance(message, Answer | Kept):
             if (asked := self._asked.get(message.number)) is not None and not asked.done():
                 asked.set_result(message)
         elif isinstance(message, Drain):

@@ -19,6 +19,7 @@ from jaxinfer.server import (
     status,
     tokens,
 )
+from jaxinfer.server.response_store import StoredResponses
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.tracing import Observers, TraceContext, Tracing
@@ -31,9 +32,10 @@ def build_app(
     tracing: Tracing | None = None,
     serving: Serving | None = None,
     numbers: status.Numbers | None = None,
+    stored: StoredResponses | None = None,
 ) -> FastAPI:
     """The application over an engine that runs. It leaves the shutdown of the engine and of `tracing` to its caller.
-    `serving` and `numbers` are its own where there is no other process."""
+    `serving`, `numbers` and `stored` are its own where there is no other process."""
     docs = {} if not settings.disable_fastapi_docs else dict(openapi_url=None, docs_url=None)
     app = FastAPI(title="jaxinfer", redoc_url=None, **docs)
     serving = serving or Serving(llm, settings)
@@ -43,7 +45,7 @@ def build_app(
     for router in (
         completions.router(serving),
         chat.router(serving),
-        responses.router(serving),
+        responses.router(serving, stored),
         messages.router(serving),
         tokens.router(serving),
         status.router(serving, numbers or status.OwnNumbers(serving)),

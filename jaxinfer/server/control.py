@@ -12,6 +12,7 @@ from jaxinfer.config import EngineArgs
 from jaxinfer.engine.ipc import Ready
 from jaxinfer.frontend.plugins import load_plugin
 from jaxinfer.server.args import ListenArgs, load_middleware
+from jaxinfer.server.response_store import StoredResponse
 from jaxinfer.server.settings import ServerSettings
 
 
@@ -26,9 +27,8 @@ class StartServer(msgspec.Struct, array_like=True, tag=True):
 
 
 def pack_settings(settings: ServerSettings) -> dict[str, Any]:
-    """What of it can travel. No process keeps responses, as the next request may come to another."""
-    plain = dataclasses.replace(settings, middleware=(), max_stored_responses=0)
-    packed: dict[str, Any] = msgspec.to_builtins(plain)
+    """What of it can travel."""
+    packed: dict[str, Any] = msgspec.to_builtins(dataclasses.replace(settings, middleware=()))
     return packed
 
 
@@ -75,6 +75,14 @@ class Answer(msgspec.Struct, array_like=True, tag=True):
     num_active: int
 
 
+class Kept(msgspec.Struct, array_like=True, tag=True):
+    """To a `Keep`, `Find` or `Forget`: what was found, and whether there was anything."""
+
+    number: int
+    response: StoredResponse | None
+    was_there: bool
+
+
 class Drain(msgspec.Struct, array_like=True, tag=True):
     """This signal has come: take no more requests, finish those that run, exit. At the second SIGINT, at once."""
 
@@ -85,7 +93,7 @@ class Leave(msgspec.Struct, array_like=True, tag=True):
     """Exit without finishing anything."""
 
 
-type ToServer = StartServer | Cores | CoreDown | CoreUp | Collect | Answer | Drain | Leave
+type ToServer = StartServer | Cores | CoreDown | CoreUp | Collect | Answer | Kept | Drain | Leave
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
@@ -107,6 +115,30 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
     number: int
 
 
+class Keep(msgspec.Struct, array_like=True, tag=True):
+    """A response of `/v1/responses`, for requests that may come to another process."""
+
+    number: int
+    id: str
+    response: StoredResponse
+
+
+class Find(msgspec.Struct, array_like=True, tag=True):
+    number: int
+    id: str
+
+
+class Forget(msgspec.Struct, array_like=True, tag=True):
+    number: int
+    id: str
+
+
+class Slept(msgspec.Struct, array_like=True, tag=True):
+    """The cores do, at this level, or are awake at 0."""
+
+    level: int
+
+
 class Report(msgspec.Struct, array_like=True, tag=True):
     """All that the process has counted so far, and how many HTTP requests it is answering. `number` is that of the
     `Collect` that asked for it, 0 for those that come by themselves."""
@@ -118,4 +150,4 @@ class Report(msgspec.Struct, array_like=True, tag=True):
     histograms: list[metrics.Histogram]
 
 
-type FromServer = Loaded | Listening | Failed | Ask | Report
+type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget | Slept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 from jaxinfer.server.errors import encode_json
 
@@ -16,9 +16,27 @@ class StoredResponse:
     body: bytes
     messages: bytes
 
+    @classmethod
+    def of(cls, body: dict[str, Any], messages: list[dict[str, Any]]) -> Self:
+        return cls(encode_json(body), encode_json(messages))
+
     @property
     def num_bytes(self) -> int:
         return len(self.body) + len(self.messages)
+
+
+class StoredResponses(Protocol):
+    """Wherever they are: in this process, or with the supervisor of several."""
+
+    async def keep(self, id: str, stored: StoredResponse) -> None:
+        """It is there when this returns."""
+        ...
+
+    async def get(self, id: str) -> StoredResponse | None: ...
+
+    async def remove(self, id: str) -> bool:
+        """Whether it was there."""
+        ...
 
 
 class ResponseStore:
@@ -34,8 +52,10 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, id: str, body: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        self.keep(id, StoredResponse.of(body, messages))
+
+    def keep(self, id: str, stored: StoredResponse) -> None:
         self.remove(id)
-        stored = StoredResponse(encode_json(body), encode_json(messages))
         self._responses[id] = stored
         self._num_bytes += stored.num_bytes
         while self._num_bytes > self._max_bytes or len(self._responses) > self._max_count:
@@ -54,3 +74,19 @@ class ResponseStore:
         if stored is not None:
             self._num_bytes -= stored.num_bytes
         return stored is not None
+
+
+class OwnResponses:
+    """`StoredResponses` of this process."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def keep(self, id: str, stored: StoredResponse) -> None:
+        self._store.keep(id, stored)
+
+    async def get(self, id: str) -> StoredResponse | None:
+        return self._store.get(id)
+
+    async def remove(self, id: str) -> bool:
+        return self._store.remove(id)

@@ -18,21 +18,29 @@ from jaxinfer.server.message_parser import MessageFields, MessagePiece
 from jaxinfer.server.named_events import NamedEventStream
 from jaxinfer.server.protocol.responses import ResponsesRequest
 from jaxinfer.server.response_items import Event, ResponseItems
-from jaxinfer.server.response_store import ResponseStore
+from jaxinfer.server.response_store import (
+    OwnResponses,
+    ResponseStore,
+    StoredResponse,
+    StoredResponses,
+)
 from jaxinfer.server.serving import Serving, final_outputs, now, until_disconnect
 from jaxinfer.server.streaming import RESPONSES, Chunks
 
 
-def router(serving: Serving) -> APIRouter:
+def router(serving: Serving, stored: StoredResponses | None) -> APIRouter:
+    """`stored` is this process's own where None is given."""
     routes = APIRouter()
     settings = serving.settings
-    store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+    store = stored or OwnResponses(
+        ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+    )
 
     @routes.post("/v1/responses", response_model=None, responses=RESPONSES)
     async def create(request: ResponsesRequest, http: Request) -> Response:
         serving.check_model(request.model)
         try:
-            call = _Call(serving, store, request)
+            call = _Call(serving, store, request, await _history(store, request))
             deadline = Deadline.of(http, call.chat)
             stream = await call.run.start()
         except ApiError as error:
@@ -41,19 +49,21 @@ def router(serving: Serving) -> APIRouter:
             return NamedEventStream(call.events(stream), deadline.watch([stream]), call.error_event)
         outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs([stream])))
         return (
-            Response(status_code=499) if outputs is None else json_response(call.body(outputs[0]))
+            Response(status_code=499)
+            if outputs is None
+            else json_response(await call.body(outputs[0]))
         )
 
     @routes.get("/v1/responses/{response_id}", response_model=None)
     async def retrieve(response_id: str) -> Response:
-        found = store.get(response_id)
+        found = await store.get(response_id)
         if found is None:
             raise _not_found(response_id, "response_id")
         return Response(found.body, media_type="application/json")
 
     @routes.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str) -> Response:
-        if not store.remove(response_id):
+        if not await store.remove(response_id):
             raise _not_found(response_id, "response_id")
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -69,28 +79,37 @@ def _not_found(id: str, param: str) -> ApiError:
     )
 
 
+async def _history(store: StoredResponses, request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The conversation that the request goes on from."""
+    id = request.previous_response_id
+    if id is None:
+        return []
+    found = await store.get(id)
+    if found is None:
+        raise _not_found(id, "previous_response_id")
+    history: list[dict[str, Any]] = msgspec.json.decode(found.messages)
+    return history
+
+
 class _Call:
-    def __init__(self, serving: Serving, store: ResponseStore, request: ResponsesRequest) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        store: StoredResponses,
+        request: ResponsesRequest,
+        history: list[dict[str, Any]],
+    ) -> None:
         self._serving = serving
         self._store = store
         self._request = request
         self._id = f"resp_{uuid4().hex}"
         self._created = now()
-        self._messages = self._history() + request.messages()
+        self._messages = history + request.messages()
         self.chat = request.chat(self._messages)
         self.run = ChatRun(serving, self.chat, self._id)
         self._items = ResponseItems()
         self._answer = MessageFields(is_delta=False)
         self._number = 0
-
-    def _history(self) -> list[dict[str, Any]]:
-        id = self._request.previous_response_id
-        if id is None:
-            return []
-        found = self._store.get(id)
-        if found is None:
-            raise _not_found(id, "previous_response_id")
-        return msgspec.json.decode(found.messages)
 
     def _take(self, completion: CompletionOutput) -> list[Event]:
         pieces: list[MessagePiece] = self.run.pieces(completion)
@@ -101,13 +120,13 @@ class _Call:
             events += self._items.finish(status)
         return events
 
-    def body(self, output: RequestOutput) -> dict[str, Any]:
+    async def body(self, output: RequestOutput) -> dict[str, Any]:
         self.run.count(output)
         [completion] = output.outputs
         self._take(completion)
-        return self._finished(completion)
+        return await self._finished(completion)
 
-    def _finished(self, completion: CompletionOutput) -> dict[str, Any]:
+    async def _finished(self, completion: CompletionOutput) -> dict[str, Any]:
         if completion.finish_reason == "length":
             reason = {"reason": "max_output_tokens"}
             body = self._body("incomplete") | {"incomplete_details": reason}
@@ -116,7 +135,8 @@ class _Call:
         body |= {"usage": self._usage(), "completed_at": now()}
         if self._stores:
             answer = self._answer.message()
-            self._store.put(self._id, body, [*self._messages, answer])
+            stored = StoredResponse.of(body, [*self._messages, answer])
+            await self._store.keep(self._id, stored)
         return body
 
     @property
@@ -172,7 +192,7 @@ class _Call:
                 for event in self._take(completion):
                     yield self._numbered(event)
                 if completion.finish_reason is not None:
-                    body = self._finished(completion)
+                    body = await self._finished(completion)
                     kind = f"response.{body['status']}"
                     yield self._numbered({"type": kind, "response": body})
 

@@ -54,6 +54,10 @@ class SharedMetrics:
         with self._lock:
             self._steps.step(outputs)
 
+    def slept(self, level: int) -> None:
+        with self._lock:
+            self._steps.slept(level)
+
     def snapshot(self) -> list[metrics.Metric]:
         with self._lock:
             total = self._steps.snapshot()

@@ -13,7 +13,6 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,42 +24,36 @@ from jaxinfer.remote_core import CoreStarter, end, wait_ready
 from jaxinfer.server.api_process import ApiServer
 from jaxinfer.server.args import ListenArgs
 from jaxinfer.server.control import (
-    Answer,
     Ask,
-    Collect,
     CoreDown,
     Cores,
     CoreUp,
     Drain,
     Failed,
+    Find,
+    Forget,
     FromServer,
+    Keep,
+    Kept,
     Leave,
     Listening,
     Loaded,
     Report,
+    Slept,
     StartServer,
     ToServer,
     pack_settings,
 )
-from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.count_collector import CountCollector
+from jaxinfer.server.response_store import ResponseStore
 from jaxinfer.server.restart import CHECK_SECONDS, LONGEST_PAUSE_SECONDS
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.shared_metrics import SharedMetrics
 
 logger = logging.getLogger(__name__)
 
-_COLLECT_SECONDS = 2.0
-"""How long an API server process may take to report; after that, what it reported last counts."""
 _EXIT_SECONDS = 10.0
 """How long it may take to exit, beyond what running requests have."""
-
-
-@dataclass(slots=True)
-class _Question:
-    """One `Collect`: who hasn't answered yet."""
-
-    waiting: set[int]
-    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Supervisor:
@@ -81,9 +74,10 @@ class Supervisor:
         self._sockets = sockets
         self._log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         self._start = StartServer(starter.args, pack_settings(settings), listen, 0, "")
-        self._numbers = itertools.count(1)
         self._clients = itertools.count(1)
-        self._questions: dict[int, _Question] = {}
+        self._responses = ResponseStore(
+            settings.max_stored_responses, settings.max_stored_response_bytes
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_signal: int | None = None
         self._is_ready = False
@@ -108,10 +102,10 @@ class Supervisor:
             settings.served_model_name[0],
             self._num_open,
         )
-        self._text = Metrics(
-            self._metrics, lambda core: self._cores[core].check_health(), alone=False
-        )
         self._cores: list[ProcessClient] = []
+        self._counts = CountCollector(
+            self._metrics, lambda core: self._cores[core].check_health(), self._servers
+        )
 
     def _new_server(self, slot: int) -> ApiServer:
         client = next(self._clients)
@@ -216,11 +210,19 @@ class Supervisor:
 
     def _handle(self, server: ApiServer, message: FromServer) -> None:
         if isinstance(message, Report):
-            self._metrics.reports[server.client] = message
-            if (question := self._questions.get(message.number)) is not None:
-                self._answered(question, server)
+            self._counts.add(server, message)
         elif isinstance(message, Ask):
-            self._do(self._answer(server, message.number))
+            self._do(self._counts.answer(server, message.number))
+        elif isinstance(message, Keep):
+            self._responses.keep(message.id, message.response)
+            server.send(Kept(message.number, None, True))
+        elif isinstance(message, Find):
+            found = self._responses.get(message.id)
+            server.send(Kept(message.number, found, found is not None))
+        elif isinstance(message, Forget):
+            server.send(Kept(message.number, None, self._responses.remove(message.id)))
+        elif isinstance(message, Slept):
+            self._metrics.slept(message.level)
         elif isinstance(message, Listening):
             server.is_listening = True
             self._log_ready()
@@ -236,35 +238,12 @@ class Supervisor:
             self._is_ready = True
             logger.info("%s", self._ready_line)
 
-    def _answered(self, question: _Question, server: ApiServer) -> None:
-        question.waiting.discard(server.client)
-        if not question.waiting:
-            question.done.set()
-
-    async def _answer(self, asker: ApiServer, asked: int) -> None:
-        number = next(self._numbers)
-        listening = [s for s in self._servers if s is not None and s.is_listening]
-        question = self._questions[number] = _Question({s.client for s in listening})
-        for server in listening:
-            server.send(Collect(number))
-        try:
-            await asyncio.wait_for(question.done.wait(), _COLLECT_SECONDS)
-        except TimeoutError:
-            logger.warning("%d API server processes don't report.", len(question.waiting))
-        finally:
-            del self._questions[number]
-        alive = {s.client for s in self._servers if s is not None}
-        reports = self._metrics.reports.items()
-        num_active = sum(r.num_active for client, r in reports if client in alive)
-        asker.send(Answer(asked, self._text.render(), num_active))
-
     def _ended(self, server: ApiServer) -> None:
         """Its requests end, and while nothing is drained another takes its place."""
         for process, core in zip(self._processes, self._cores, strict=True):
             if core.is_alive:
                 process.send(Detach(server.client))
-        for question in self._questions.values():
-            self._answered(question, server)
+        self._counts.ended(server)
         self._servers[server.slot] = None
         server.close()
         if self._last_signal is None and not self._is_ready:
