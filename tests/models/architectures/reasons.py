@@ -44,14 +44,9 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "state-space, linear-attention or hybrid layers": [
         "bailing_hybrid",
-        "kimi_linear",
         "lara_mini",
-        "lfm2_moe",
         "lfm3",
         "minimax",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_next",
         "qwen4_exp",
         "qwen4_exp_text",
         "rwkv",
@@ -88,6 +83,7 @@ REASONS: dict[str, str] = {
     name: reason for reason, names in _BY_REASON.items() for name in names
 } | {
     "llama4": "multimodal wrapper; its text model is proven as llama4_text",
+    "qwen3_5_moe": "multimodal wrapper; its text model is proven as qwen3_5_moe_text",
     "qwen3_5": "multimodal wrapper; its text model is proven as qwen3_5_text",
     "bitnet": "ternary weights and activations of 8 bits",
     "blt": "bytes in patches, by an encoder and a decoder around the model",
