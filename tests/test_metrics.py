@@ -11,7 +11,7 @@ from jaxinfer.engine.messages import EngineCoreOutputs
 from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.metrics import Counter, Gauge, Histogram
-from tests.engine.fake_executor import make_config
+from tests.engine.fake_requests import make_config
 from tests.frontend.story_engine import story_engine
 from tests.server.story_server import StoryServer, run
 

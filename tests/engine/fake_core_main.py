@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.core_process import run_core
-from tests.engine.fake_executor import FakeExecutor, hashed_token, make_config
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import hashed_token, make_config
 
 
 def build(kind: str, args: EngineArgs) -> EngineCore:

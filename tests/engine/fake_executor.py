@@ -1,6 +1,6 @@
 """A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it and of the
 group of layers, as keys and values depend on all of them, and every plan is checked against what the executor may rely
-on. And the oracle: the same tokens, one request at a time."""
+on."""
 
 from __future__ import annotations
 
@@ -8,40 +8,23 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import numpy as np
 
 from jaxinfer.config import (
-    CacheConfig,
-    CascadeConfig,
-    CompilationConfig,
     EngineConfig,
-    LoadConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
-from jaxinfer.engine.core import EngineCore
-from jaxinfer.engine.grammars import GrammarBackend
-from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from jaxinfer.engine.plan import (
     MAX_PREFIX_GROUPS,
-    Int32,
     LogprobArrays,
     StepPlan,
     StepResult,
     TokenMask,
 )
-from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
-from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
+from tests.engine.fake_requests import NextToken, hashed_token
 
-VOCAB = 50
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 32
 STEP_COSTS = StepCosts(
     token_flops=1000.0,
     logits_flops=100.0,
@@ -52,85 +35,6 @@ STEP_COSTS = StepCosts(
     peak_flops=1e6,
     peak_bandwidth=1e6,
 )
-CASCADE = CascadeConfig(min_rows=2, min_tokens=BLOCK_SIZE)
-
-NextToken = Callable[[Sequence[int]], int]
-
-
-def hashed_token(context: Sequence[int]) -> int:
-    return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
-
-
-def make_config(
-    *,
-    max_num_seqs: int = 4,
-    budget: int = 16,
-    threshold: int = 0,
-    policy: str = "fcfs",
-    overlap: bool = True,
-    max_model_len: int = MAX_MODEL_LEN,
-    block_size: int = BLOCK_SIZE,
-    prefix_caching: bool = True,
-    hash_algo: str = "sha256",
-    cache_aware: bool = False,
-    max_overtakes: int = 64,
-    jump_ahead_max_rows: int = 64,
-    cascade: CascadeConfig = CASCADE,
-    speculative: SpeculativeConfig | None = None,
-    windows: tuple[int | None, ...] = (None,),
-) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
-        load=LoadConfig(),
-        cache=CacheConfig(
-            block_size,
-            enable_prefix_caching=prefix_caching,
-            prefix_caching_hash_algo=hash_algo,  # type: ignore[arg-type]
-            windows=windows,
-        ),
-        scheduler=SchedulerConfig(
-            budget,
-            max_num_seqs,
-            threshold,
-            policy,  # type: ignore[arg-type]
-            overlap,
-            cache_aware,
-            max_overtakes,
-            jump_ahead_max_rows,
-        ),
-        parallel=ParallelConfig(),
-        compilation=CompilationConfig(),
-        device="cpu",
-        cascade=cascade,
-        speculative=speculative,
-    )
-
-
-def make_request(
-    request_id: str,
-    prompt: Sequence[int] | int = 5,
-    *,
-    eos: Sequence[int] = (),
-    priority: int = 0,
-    arrival_time: float = 0.0,
-    salt: str | None = None,
-    grammar: str | None = None,
-    **params: object,
-) -> EngineCoreRequest:
-    """`prompt` as a number: that many tokens, others for every request id."""
-    if isinstance(prompt, int):
-        seed = zlib.crc32(request_id.encode())
-        prompt = [(seed >> (i % 24)) % VOCAB for i in range(prompt)]
-    return EngineCoreRequest(
-        request_id,
-        list(prompt),
-        SamplingParams(temperature=0.0, **params),  # type: ignore[arg-type]
-        arrival_time,
-        list(eos),
-        priority,
-        salt,
-        grammar,
-    )
 
 
 @dataclass
@@ -172,33 +76,6 @@ def _drafts(plan: StepPlan) -> list[tuple[int | None, list[int]]]:
         (last, part.tolist())
         for last, part in zip(plan.drafts.last_token_ids.tolist(), parts, strict=True)
     ]
-
-
-class Guesses:
-    """A source of drafts that knows what the fake device samples, and errs now and then: the guess at a place is wrong
-    for one context in `wrong` (1: always, 0: never)."""
-
-    def __init__(self, core: EngineCore, wrong: int, next_token: NextToken) -> None:
-        self._table = core.scheduler.table
-        self._wrong = wrong
-        self._next_token = next_token
-
-    def drafts(self, row: int, limit: int) -> Int32:
-        context = self._table.token_ids(row, 0, int(self._table.num_tokens[row])).tolist()
-        guesses = []
-        for _ in range(limit):
-            token = self._next_token(context)
-            if self._wrong and zlib.crc32(bytes(context)) % self._wrong == 0:
-                token = (token + 1) % VOCAB
-            guesses.append(token)
-            context.append(token)
-        return np.array(guesses, np.int32)
-
-    def store(self, step: ScheduledStep, result: StepResult) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 class FakeHandle:
@@ -446,94 +323,3 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self.shut_down = True
-
-
-def make_core(
-    num_blocks: int = 64,
-    next_token: NextToken = hashed_token,
-    grammars: GrammarBackend | None = None,
-    wrong_guesses: int | None = None,
-    **config: object,
-) -> tuple[EngineCore, FakeExecutor]:
-    """`wrong_guesses`: see `Guesses`; drafts come from these where the engine speculates."""
-    resolved = make_config(**config)  # type: ignore[arg-type]
-    executor = FakeExecutor(resolved, num_blocks, next_token)
-    core = EngineCore(resolved, executor, grammars)
-    if core.scheduler.speculation is not None and wrong_guesses is not None:
-        core.scheduler.speculation.source = Guesses(core, wrong_guesses, next_token)
-    return core, executor
-
-
-def speculative(num_tokens: int = 3, **more: object) -> SpeculativeConfig:
-    given = {"method": "ngram", "num_speculative_tokens": num_tokens, **more}
-    return speculative_config(given, "cpu")
-
-
-@dataclass
-class Collected:
-    """What all outputs together said of each request."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    ends: dict[str, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
-    first_scheduled: list[str] = field(default_factory=list)
-    outputs: list[EngineCoreOutputs] = field(default_factory=list)
-
-    def add(self, outputs: EngineCoreOutputs) -> None:
-        self.outputs.append(outputs)
-        self.first_scheduled += [times.request_id for times in outputs.first_scheduled]
-        counts = outputs.num_tokens or [1] * len(outputs.request_ids)
-        tokens = iter(outputs.token_ids)
-        for request_id, count in zip(outputs.request_ids, counts, strict=True):
-            assert request_id not in self.ends, "a token after the end"
-            self.tokens.setdefault(request_id, []).extend(islice(tokens, count))
-        assert next(tokens, None) is None
-        for finished in outputs.finished:
-            assert finished.request_id not in self.ends, "two ends"
-            self.ends[finished.request_id] = (finished.reason, finished.stop_reason)
-
-
-def run(
-    core: EngineCore, requests: Sequence[EngineCoreRequest] = (), max_steps: int = 1000
-) -> Collected:
-    """Add the requests and step until nothing is left."""
-    collected = Collected()
-    for request in requests:
-        core.add_request(request)
-    for _ in range(max_steps):
-        if not core.has_unfinished():
-            return collected
-        collected.add(core.step())
-    raise AssertionError(f"still unfinished after {max_steps} steps")
-
-
-def alone(
-    request: EngineCoreRequest,
-    next_token: NextToken = hashed_token,
-    max_model_len: int = MAX_MODEL_LEN,
-) -> tuple[list[int], tuple[FinishReason, int | str | None]]:
-    """The oracle: tokens and end of a request that has the machine to itself, written as naively as can be."""
-    params = request.sampling_params
-    prompt, output = request.prompt_token_ids, []
-    stops = [*request.eos_token_ids, *(params.stop_token_ids or [])]
-    while True:
-        allowed = set(
-            range(VOCAB) if params.allowed_token_ids is None else params.allowed_token_ids
-        )
-        if len(output) < params.min_tokens:
-            allowed -= set(stops)
-        for word in params.bad_words_token_ids or []:
-            if " ".join(map(str, ["", *output])).endswith(" ".join(map(str, ["", *word[:-1]]))):
-                allowed.discard(word[-1])
-        if not allowed:
-            return output, (FinishReason.ERROR, None)
-        token = next_token([*prompt, *output])
-        while token not in allowed:
-            token = (token + 1) % VOCAB
-        output.append(token)
-        if len(output) >= params.min_tokens:
-            if token in request.eos_token_ids:
-                return output, (FinishReason.STOP, None)
-            if token in stops:
-                return output, (FinishReason.STOP, token)
-        if len(prompt) + len(output) == max_model_len or len(output) == params.max_tokens:
-            return output, (FinishReason.LENGTH, None)

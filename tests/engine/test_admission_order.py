@@ -8,7 +8,8 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.engine.admission_order import WINDOW, CacheAwareOrder, QueueOrder
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.request_queue import RequestQueue, create_request_queue
-from tests.engine.fake_executor import make_core, make_request, run
+from tests.engine.core_runs import make_core, run
+from tests.engine.fake_requests import make_request
 
 MODEL = ModelConfig("fake", "fake", "float32", 4096, 50)
 

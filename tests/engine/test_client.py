@@ -8,7 +8,9 @@ import pytest
 from jaxinfer.engine.client import InprocClient, ThreadClient
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
-from tests.engine.fake_executor import Collected, FakeExecutor, alone, make_core, make_request
+from tests.engine.core_runs import Collected, alone, make_core
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import make_request
 
 LIMIT = 20.0
 """Seconds after which a test that waits for the other thread gives up."""

@@ -9,16 +9,8 @@ import pytest
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.messages import FinishReason
 from jaxinfer.engine.request import RequestState
-from tests.engine.fake_executor import (
-    MAX_MODEL_LEN,
-    VOCAB,
-    Collected,
-    alone,
-    hashed_token,
-    make_core,
-    make_request,
-    run,
-)
+from tests.engine.core_runs import Collected, alone, make_core, run
+from tests.engine.fake_requests import MAX_MODEL_LEN, VOCAB, hashed_token, make_request
 
 EOS = 49
 

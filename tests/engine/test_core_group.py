@@ -18,7 +18,8 @@ from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.load_balancer import LoadBalancer
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.engine.process_client import ProcessClient
-from tests.engine.fake_executor import BLOCK_SIZE, alone, make_request
+from tests.engine.core_runs import alone
+from tests.engine.fake_requests import BLOCK_SIZE, make_request
 from tests.engine.test_process_client import LIMIT, MAIN, collect
 
 

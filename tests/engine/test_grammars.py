@@ -13,15 +13,8 @@ import pytest
 from jaxinfer.engine.grammars import Matcher
 from jaxinfer.engine.messages import EngineCoreRequest, FinishReason
 from jaxinfer.engine.plan import Words
-from tests.engine.fake_executor import (
-    MAX_MODEL_LEN,
-    VOCAB,
-    Collected,
-    hashed_token,
-    make_core,
-    make_request,
-    run,
-)
+from tests.engine.core_runs import Collected, make_core, run
+from tests.engine.fake_requests import MAX_MODEL_LEN, VOCAB, hashed_token, make_request
 
 EOS = 7
 """What ends a grammar, once nothing of it is left."""

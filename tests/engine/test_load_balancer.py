@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.engine import load_balancer
 from jaxinfer.engine.ipc import Beat
 from jaxinfer.engine.load_balancer import OVERLOAD_FACTOR, OVERLOAD_SLACK, LoadBalancer
-from tests.engine.fake_executor import BLOCK_SIZE, make_request
+from tests.engine.fake_requests import BLOCK_SIZE, make_request
 
 IDLE = Beat()
 

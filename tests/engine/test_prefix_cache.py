@@ -9,7 +9,9 @@ import pytest
 
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.messages import EngineCoreRequest
-from tests.engine.fake_executor import Collected, FakeExecutor, alone, make_core, make_request, run
+from tests.engine.core_runs import Collected, alone, make_core, run
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import make_request
 
 PROMPT = [7, 1, 30, 4, 22, 9, 3, 41, 5, 5, 18, 2, 11, 27, 6, 33, 8]
 

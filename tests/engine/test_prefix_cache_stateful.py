@@ -22,7 +22,7 @@ from jaxinfer.engine.plan import Int32
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
-from tests.engine.fake_executor import VOCAB, make_request
+from tests.engine.fake_requests import VOCAB, make_request
 
 BLOCK, NUM_COLUMNS, NUM_ROWS, MAX_LEN = 4, 13, 4, 40
 MODEL = ModelConfig("fake", "fake", "float32", MAX_LEN, VOCAB)

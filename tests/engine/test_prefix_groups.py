@@ -18,7 +18,8 @@ from jaxinfer.engine.prefix_groups import PrefixGrouping, PrefixOrder, best_grou
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.row_table import RowTable
 from jaxinfer.engine.scheduled_step import Batch
-from tests.engine.fake_executor import VOCAB, alone, make_core, make_request, run
+from tests.engine.core_runs import alone, make_core, run
+from tests.engine.fake_requests import VOCAB, make_request
 
 NUM_ROWS, WIDTH, MIN_BLOCKS = 9, 12, 2
 

@@ -39,7 +39,8 @@ from jaxinfer.engine.messages import (
 )
 from jaxinfer.engine.process_client import ProcessClient
 from jaxinfer.engine.stats import DeviceMemory, HostSeconds, SchedulerStats, StepWork
-from tests.engine.fake_executor import Collected, alone, make_config, make_request
+from tests.engine.core_runs import Collected, alone
+from tests.engine.fake_requests import make_config, make_request
 
 LIMIT = 30.0
 """Seconds after which a test that waits for the other process gives up."""

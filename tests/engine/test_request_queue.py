@@ -3,7 +3,7 @@ from __future__ import annotations
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.request_queue import create_request_queue
-from tests.engine.fake_executor import make_request
+from tests.engine.fake_requests import make_request
 
 
 def requests(*specs: tuple[str, int, float]) -> list[Request]:

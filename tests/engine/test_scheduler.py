@@ -4,14 +4,9 @@ import pytest
 
 from jaxinfer.engine.messages import FinishReason
 from jaxinfer.engine.request import RequestState
-from tests.engine.fake_executor import (
-    Collected,
-    FakeExecutor,
-    alone,
-    make_core,
-    make_request,
-    run,
-)
+from tests.engine.core_runs import Collected, alone, make_core, run
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import make_request
 
 
 def scheduled(executor: FakeExecutor) -> list[dict[int, int]]:

@@ -11,13 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.messages import EngineCoreRequest, FinishReason
-from tests.engine.fake_executor import (
+from tests.engine.core_runs import Collected, alone, make_core
+from tests.engine.fake_requests import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
-    Collected,
-    alone,
     make_config,
-    make_core,
     make_request,
     speculative,
 )

@@ -13,14 +13,12 @@ import pytest
 from jaxinfer.engine.messages import FinishReason
 from jaxinfer.engine.ngram import ngram_drafts
 from jaxinfer.engine.speculation import ExecutorSource
-from tests.engine.fake_executor import (
+from tests.engine.core_runs import alone, make_core, run
+from tests.engine.fake_requests import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
-    alone,
     hashed_token,
-    make_core,
     make_request,
-    run,
     speculative,
 )
 from tests.engine.test_grammars import EOS, ListGrammars, check, random_requests

@@ -11,7 +11,8 @@ import pytest
 from jaxinfer.engine.plan import StepPlan
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.engine.work_meter import WorkMeter
-from tests.engine.fake_executor import make_core, make_request, run
+from tests.engine.core_runs import make_core, run
+from tests.engine.fake_requests import make_request
 
 
 def plan(scheduled, computed, samples):

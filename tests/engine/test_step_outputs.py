@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from jaxinfer.engine.messages import FinishReason
-from tests.engine.fake_executor import MAX_MODEL_LEN, VOCAB, alone, make_core, make_request, run
+from tests.engine.core_runs import alone, make_core, run
+from tests.engine.fake_requests import MAX_MODEL_LEN, VOCAB, make_request
 
 
 def counter(context: Sequence[int]) -> int:

@@ -10,15 +10,8 @@ import msgspec
 import pytest
 
 from jaxinfer.engine.messages import EngineCoreRequest, FinishReason, Thinking
-from tests.engine.fake_executor import (
-    MAX_MODEL_LEN,
-    VOCAB,
-    hashed_token,
-    make_core,
-    make_request,
-    run,
-    speculative,
-)
+from tests.engine.core_runs import make_core, run
+from tests.engine.fake_requests import MAX_MODEL_LEN, VOCAB, hashed_token, make_request, speculative
 from tests.engine.test_grammars import EOS, ListGrammars
 
 START, END = 3, 4

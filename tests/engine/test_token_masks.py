@@ -6,7 +6,9 @@ import pytest
 from jaxinfer.engine.core import NO_TOKEN_LEFT
 from jaxinfer.engine.messages import EngineCoreRequest, FinishReason
 from jaxinfer.engine.token_masks import pack_tokens
-from tests.engine.fake_executor import VOCAB, FakeExecutor, alone, make_core, make_request, run
+from tests.engine.core_runs import alone, make_core, run
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import VOCAB, make_request
 
 
 def first_of(request: EngineCoreRequest, count: int = 1) -> list[int]:

@@ -8,14 +8,12 @@ import pytest
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.plan import StepResult
-from tests.engine.fake_executor import (
+from tests.engine.core_runs import alone, make_core, run
+from tests.engine.fake_requests import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
-    alone,
     make_config,
-    make_core,
     make_request,
-    run,
     speculative,
 )
 

@@ -11,7 +11,8 @@ from jaxinfer.engine_factory import Engine
 from jaxinfer.frontend.processor import Processor
 from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
-from tests.engine.fake_executor import VOCAB, FakeExecutor, make_config
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import VOCAB, make_config
 from tests.frontend.tokenizers_for_tests import SPECIAL, TEMPLATE
 
 STORY = "once upon a time there was a fox. it was quick. the end"

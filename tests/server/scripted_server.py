@@ -24,7 +24,8 @@ from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.server.app import build_app
 from jaxinfer.server.settings import ServerSettings
-from tests.engine.fake_executor import FakeExecutor, make_config
+from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_requests import make_config
 from tests.server.story_server import StoryServer
 
 END = "<|end|>"

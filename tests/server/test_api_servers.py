@@ -17,7 +17,7 @@ import pytest
 from jaxinfer import metrics
 from jaxinfer.server.control import Report
 from jaxinfer.server.shared_metrics import SharedMetrics, report
-from tests.engine.fake_executor import make_config
+from tests.engine.fake_requests import make_config
 from tests.frontend.story_engine import TOKENIZER, continuation
 from tests.server.server_process import ROOT, ServerProcess, server_process
 from tests.server.story_server import parse_events
