@@ -5,6 +5,12 @@ from __future__ import annotations
 from tests.models.architectures.entry import entry
 
 EXPERTS = dict(num_local_experts=6, num_experts_per_tok=3)
+GRANITE = dict(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.4,
+    residual_multiplier=0.7,
+    logits_scaling=2.0,
+)
 GROUPS = dict(
     n_routed_experts=8,
     num_experts_per_tok=3,
@@ -90,4 +96,8 @@ ENTRIES = [
     entry("glm_moe_dsa", index_topk=64, index_head_dim=16, index_n_heads=2, **(LATENT | GROUPS)),
     entry("olmoe", seed=3, gain=2.0, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
     entry("flex_olmo", num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
+    entry("granitemoe", **EXPERTS, **GRANITE),
+    entry("granitemoeshared", shared_intermediate_size=22, **EXPERTS, **GRANITE),
+    entry("granitemoe_swa", shared_intermediate_size=22, sliding_window=6, layer_rope_theta=[0, 1000, 500], **EXPERTS, **GRANITE),
+    entry("hunyuan_v1_moe", num_experts=6, moe_topk=[3, 2, 1], head_dim=16),
 ]  # fmt: skip

@@ -55,20 +55,6 @@ _BY_REASON: dict[str, list[str]] = {
         "zamba2",
         "zaya",
     ],
-    "mixture of experts": [
-        "afmoe",
-        "axk1",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "hunyuan_v1_moe",
-        "jetmoe",
-        "laguna",
-        "mimo_v2_flash",
-    ],
-    "multi-head latent attention": [
-        "longcat_flash",
-    ],
     "sparse attention over keys that an indexer chooses": [
         "axk2",
         "deepseek_v4",
@@ -111,5 +97,11 @@ REASONS: dict[str, str] = {
     "phi4_multimodal": "multimodal wrapper with an adapter for each modality; its text model is proven as phi3",
     "reformer": "attention by hashes, and reversible layers",
     "xlnet": "two streams of attention over permuted tokens",
-    "beam": "mixture of experts, and gates on what attention returns",
+    "afmoe": "gates on what attention returns, from a projection of their own",
+    "axk1": "a norm on what the mixture of experts returns, and none on dense layers",
+    "beam": "gates on what attention returns, and residuals scaled by depth",
+    "jetmoe": "mixtures of query projections in attention",
+    "laguna": "gates on what attention returns, and other numbers of heads by layer",
+    "longcat_flash": "two attentions in a layer, and experts that return their tokens",
+    "mimo_v2_flash": "values of another size than keys",
 }
