@@ -108,6 +108,7 @@ class Processor:
         params = self._complete(params, len(token_ids))
         number = f"{next(self._counter)}{self._origin}"
         core_request = EngineCoreRequest(
+            # The core names its requests whenever the batch changes: a client's long id must not cost everybody.
             request_id=number if request_id is None else f"{request_id[:64]}#{number}",
             prompt_token_ids=token_ids,
             sampling_params=params,

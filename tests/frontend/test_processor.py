@@ -211,3 +211,10 @@ def test_seeds_stay_within_64_bits():
 def test_ids_of_the_core_are_unique_whatever_callers_say():
     requests = [core_request([1], request_id="same") for _ in range(3)] + [core_request([1])]
     assert len({request.request_id for request in requests}) == 4
+
+
+def test_long_ids_of_callers_stay_with_the_frontend():
+    first, second = (PROCESSOR.prepare("The fox", request_id="x" * 10_000) for _ in range(2))
+    assert first.request_id == second.request_id == "x" * 10_000
+    ids = {request.request_id for p in (first, second) for request in p.core_requests}
+    assert len(ids) == 2 and max(map(len, ids)) < 100
