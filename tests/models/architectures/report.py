@@ -16,7 +16,8 @@ _INTRODUCTION = """\
 # Models
 
 Every entry of transformers' mapping of causal language models (version {version}), {proven} of {total} proven. This page is
-written by `make test-models`, which runs what it says.
+written by `make test-models`, which runs what it says (about ten minutes of CPU time, and where it was broken off it goes on);
+every test run proves a sample that changes from commit to commit.
 
 **Proven** means: transformers makes a tiny random checkpoint of the architecture, with no bias zero and no norm weight one,
 windows shorter than the prompt, soft caps that bite and rotations scaled where the family has them, and saves it as
@@ -39,8 +40,7 @@ its tensors are called. Llama with squared ReLUs and without a gate, under names
 
 `LLM("path/to/it")` then serves checkpoints whose config.json names the architecture. The engine core of `jaxinfer serve` is a
 process of its own: a package whose `FAMILY` is an entry point of the group `jaxinfer.families` has it registered there too.
-`Names` lists what a checkpoint can call
-its tensors, and `AttentionSpec`, `LayerSpec` and `DecoderSpec` (`jaxinfer/models/spec.py`) what a model can be.
+`Names` lists what a checkpoint can call its tensors, and `AttentionSpec`, `LayerSpec` and `DecoderSpec` (`jaxinfer/models/spec.py`) what a model can be.
 """
 
 
