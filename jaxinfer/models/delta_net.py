@@ -14,8 +14,8 @@ from jaxinfer.models.gated_delta import DeltaInputs, gated_delta
 from jaxinfer.models.layers import leaf, linear, product_dtype
 from jaxinfer.models.mlp import ACTIVATION_FUNCTIONS
 from jaxinfer.models.recurrence import StateRows, causal_conv
+from jaxinfer.models.sharded_groups import ShardedGroups
 from jaxinfer.models.state_layers import (
-    ShardedGroups,
     States,
     on_each_device,
     project_out,

@@ -14,8 +14,8 @@ from jaxinfer.models.layers import constrain, leaf, linear, product_dtype, scale
 from jaxinfer.models.mlp import ACTIVATION_FUNCTIONS
 from jaxinfer.models.recurrence import StateRows, causal_conv
 from jaxinfer.models.selective_scan import HeadScanInputs, ScanInputs, head_scan, selective_scan
+from jaxinfer.models.sharded_groups import ShardedGroups
 from jaxinfer.models.state_layers import (
-    ShardedGroups,
     States,
     on_each_device,
     project_out,

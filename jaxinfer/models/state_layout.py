@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.models.state_layers import ShardedGroups
+from jaxinfer.models.sharded_groups import ShardedGroups
 from jaxinfer.models.state_spec import (
     DeltaNetSpec,
     KimiDeltaSpec,
