@@ -63,7 +63,7 @@ ENTRIES = [
         mamba_d_state=6,
         mamba_chunk_size=16,
         embedding_multiplier=1.7,
-        logits_scaling=0.6,
+        logits_scaling=1.7,
         residual_multiplier=0.7,
         attention_multiplier=0.4,
     ),
