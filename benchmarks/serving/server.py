@@ -64,7 +64,9 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     start_limit: float = 600.0,
 ) -> Iterator[Server]:
-    """Ready when `/health` answers 200; ended with whatever it started. Raises `ServerError`."""
+    """Ready when `/health` answers 200; ended with whatever it started, also when this process is told to end. Raises
+    `ServerError`."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with log.open("ab") as output:
