@@ -7,7 +7,6 @@ import ast
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import jsonschema
 import pytest
 
 from jaxinfer import LLM, SamplingParams, StructuredOutputsParams
-from jaxinfer.frontend.tokenizer import Tokenizer
-from tests.tiny_checkpoints import randomize
+from tests.noise_checkpoint import noise_checkpoint
 
 SAMPLES = int(os.environ.get("STRUCTURED_SAMPLES", "3"))
 """Of each case with SmolLM2."""
@@ -146,24 +144,8 @@ def smollm2(smollm2_gguf: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def random_checkpoint(smollm2_gguf: Path) -> Iterator[str]:
-    """Two layers of noise, with SmolLM2's vocabulary and special tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = Tokenizer.from_gguf(smollm2_gguf)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with tempfile.TemporaryDirectory() as name:
-        randomize(LlamaForCausalLM(config)).save_pretrained(name)
-        tokenizer.save(Path(name))
-        yield name
+    with noise_checkpoint(smollm2_gguf, 512) as directory:
+        yield directory
 
 
 RANDOM = dict(dtype="float32", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=64)

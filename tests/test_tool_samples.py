@@ -1,5 +1,5 @@
-"""Calls that SmolLM2 has to make at temperature 1, through OpenAI's client: every one is for a tool, and `jsonschema`
-accepts its arguments. `TOOL_SAMPLES=1000` draws that many."""
+"""Calls that a model of noise, which takes every turn that a mask leaves open, has to make at temperature 1: through
+OpenAI's client, every one is for a tool, and `jsonschema` accepts its arguments. `TOOL_SAMPLES=1000` draws that many."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ import pytest
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.server.app import build_app
 from jaxinfer.server.settings import ServerSettings
+from tests.noise_checkpoint import noise_checkpoint
 
 pytestmark = pytest.mark.real
 
-SAMPLES = int(os.environ.get("TOOL_SAMPLES", "6"))
-NUM_SEQS = 8 if SAMPLES < 100 else 32
+SAMPLES = int(os.environ.get("TOOL_SAMPLES", "20"))
+MAX_LEN = 2048
+"""Room for more calls than chance strings together."""
+NUM_SEQS = 32
 QUESTIONS = (
     "What is the weather in Paris and in Rome?",
     "Remind me to call Ann on Friday, please.",
@@ -64,23 +67,23 @@ SCHEMAS = {t["function"]["name"]: t["function"].get("parameters", {}) for t in T
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[AsyncLLM]:
-    limits = dict(max_num_seqs=NUM_SEQS, max_num_batched_tokens=4 * NUM_SEQS)
-    llm = AsyncLLM(str(smollm2_gguf), max_model_len=512, **limits)
-    yield llm
-    llm.shutdown()
+    limits = dict(max_model_len=MAX_LEN, max_num_seqs=NUM_SEQS, max_num_batched_tokens=64)
+    with noise_checkpoint(smollm2_gguf, MAX_LEN) as directory:
+        llm = AsyncLLM(directory, dtype="float32", **limits)
+        yield llm
+        llm.shutdown()
 
 
 async def draw(client: openai.AsyncOpenAI, index: int) -> list[tuple[str, str]]:
     """Names and arguments of one answer's calls; every other answer is streamed."""
     fields = dict(
-        model="smol",
+        model="noise",
         messages=[{"role": "user", "content": QUESTIONS[index % len(QUESTIONS)]}],
         tools=TOOLS,
         tool_choice="required",
         parallel_tool_calls=index % 3 != 0,
         temperature=1.0,
         seed=index,
-        max_tokens=400,
     )
     if index % 2:
         async with client.chat.completions.stream(**fields) as stream:
@@ -97,7 +100,7 @@ async def draw(client: openai.AsyncOpenAI, index: int) -> list[tuple[str, str]]:
 
 def test_every_call_is_valid(llm: AsyncLLM):
     async def use() -> list[list[tuple[str, str]]]:
-        app = build_app(llm, ServerSettings(served_model_name=("smol",)))
+        app = build_app(llm, ServerSettings(served_model_name=("noise",)))
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), timeout=None)
         free = asyncio.Semaphore(2 * NUM_SEQS)
 
