@@ -12,6 +12,7 @@ from kernels_pallas.mla_attention.mosaic_gpu_attend import attend
 from kernels_pallas.mla_attention.mosaic_gpu_config import ROWS, MlaConfig
 from kernels_pallas.mla_attention.mosaic_gpu_merge import merge
 from kernels_pallas.mla_attention.mosaic_gpu_plan import plan_runs, plan_tiles
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.tiles import not_slices
 from kernels_pallas.ragged_paged_attention.xla_pages import vary_like
 
 
@@ -52,6 +53,7 @@ def mla_attention(
     # A tile always reads 64 rows.
     padding = ((0, ROWS - heads), (0, 0))
     queries = (jnp.pad(q.reshape(num_rows, -1), padding) for q in (q_latent_tnl, q_rope_tnr))
+    block_tables = not_slices(block_tables)
     out = jax.new_ref(jnp.zeros((num_rows, rank), q_latent_tnl.dtype))
     lse = jax.new_ref(jnp.full((num_rows,), -jnp.inf, jnp.float32)) if return_lse else None
     options = {"num_heads": num_heads, "heads": heads, "interpret": interpret}
