@@ -5,126 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 
+from jaxinfer.models import families
 from jaxinfer.models.cache_groups import model_groups
-from jaxinfer.models.families import (
-    apertus,
-    aria,
-    bamba,
-    bloom,
-    cohere,
-    cohere_moe,
-    ctrl,
-    cwm,
-    dbrx,
-    deepseek,
-    ernie_moe,
-    exaone,
-    falcon,
-    falcon_h1,
-    gemma,
-    gemma3,
-    glm,
-    glm_moe,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granite_moe,
-    hunyuan,
-    hunyuan_moe,
-    jamba,
-    kimi_linear,
-    lfm2,
-    llama,
-    llama4,
-    mamba,
-    mistral,
-    mixtral,
-    mpt,
-    nanochat,
-    nemotron,
-    nemotron_h,
-    olmo,
-    olmo_hybrid,
-    olmo_moe,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen_moe,
-    recurrent_gemma,
-    seed_oss,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
 from jaxinfer.models.family import Config, Family
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.weights.plan import LoadPlan
 
-_MODULES = (
-    apertus,
-    aria,
-    bamba,
-    bloom,
-    cohere,
-    cohere_moe,
-    ctrl,
-    cwm,
-    dbrx,
-    deepseek,
-    ernie_moe,
-    exaone,
-    falcon,
-    falcon_h1,
-    gemma,
-    gemma3,
-    glm,
-    glm_moe,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granite_moe,
-    hunyuan,
-    hunyuan_moe,
-    jamba,
-    kimi_linear,
-    lfm2,
-    llama,
-    llama4,
-    mamba,
-    mistral,
-    mixtral,
-    mpt,
-    nanochat,
-    nemotron,
-    nemotron_h,
-    olmo,
-    olmo_hybrid,
-    olmo_moe,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen_moe,
-    recurrent_gemma,
-    seed_oss,
-    smollm3,
-    stablelm,
-    starcoder2,
+_MODULES = tuple(
+    import_module(f"{families.__name__}.{module.name}")
+    for module in iter_modules(families.__path__)
 )
+"""Every file of `families`, with its FAMILIES."""
+
 ENTRY_POINTS = "jaxinfer.families"
 """The group of entry points by which installed packages bring families of their own."""
 

@@ -85,7 +85,7 @@ ENTRIES = [
     entry("gpt_neo", attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=6),
     entry("gpt_neox", rope_parameters=LINEAR | dict(partial_rotary_factor=0.5)),
     entry("gpt_neox", "sequential", use_parallel_residual=False, attention_bias=False),
-    entry("gpt_neox_japanese", intermediate_multiple_size=2),
+    entry("gpt_neox_japanese", gain=1.3, intermediate_multiple_size=2),
     entry("gptj", rotary_dim=8),
     entry("codegen", rotary_dim=8),
     entry("opt", ffn_dim=50, word_embed_proj_dim=48),
@@ -109,6 +109,7 @@ ENTRIES = [
     entry(
         "falcon",
         "rw",
+        gain=1.3,
         alibi=True,
         multi_query=False,
         parallel_attn=False,

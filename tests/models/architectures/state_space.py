@@ -18,7 +18,7 @@ EPS = 1e-3
 MOE = dict(num_experts=4, num_experts_per_tok=2)
 
 ENTRIES = [
-    entry("mamba", state_size=5, time_step_rank=7, use_bias=True),
+    entry("mamba", gain=1.2, state_size=5, time_step_rank=7, use_bias=True),
     entry("falcon_mamba", state_size=5, time_step_rank=7, tie_word_embeddings=False),
     entry(
         "mamba2",
@@ -69,6 +69,7 @@ ENTRIES = [
     ),
     entry(
         "falcon_h1",
+        gain=1.3,
         head_dim=12,
         mamba_d_ssm=64,
         mamba_n_heads=8,
@@ -154,7 +155,7 @@ ENTRIES = [
         num_experts_per_tok=2,
         n_group=2,
         topk_group=1,
-        gain=1.2,
+        gain=1.0,
     ),
     entry(
         "qwen3_next",
@@ -206,6 +207,7 @@ ENTRIES = [
     ),
     entry(
         "olmo_hybrid",
+        gain=1.2,
         layer_types=MIXED,
         rope_parameters=dict(rope_type="default", rope_theta=1000.0),
         # transformers cuts the convolution in three equal parts when it saves it.
