@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.async_llm import AsyncLLM
     from jaxinfer.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from jaxinfer.config import EngineArgs
     from jaxinfer.engine.errors import EngineDeadError
+    from jaxinfer.engine_args import EngineArgs
     from jaxinfer.flat_logprobs import FlatLogprobs
     from jaxinfer.llm import LLM
     from jaxinfer.logits_processors import LogitsProcessor, RowState
@@ -47,7 +47,7 @@ __all__ = [
 _MODULES = {
     "LLM": "jaxinfer.llm",
     "AsyncLLM": "jaxinfer.async_llm",
-    "EngineArgs": "jaxinfer.config",
+    "EngineArgs": "jaxinfer.engine_args",
     "EngineDeadError": "jaxinfer.engine.errors",
     "FlatLogprobs": "jaxinfer.flat_logprobs",
     "LogitsProcessor": "jaxinfer.logits_processors",

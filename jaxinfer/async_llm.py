@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
 from jaxinfer.engine.messages import EngineCoreOutputs, Thinking
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import Engine, EngineFrontend, build_engine
 from jaxinfer.frontend.core_metrics import CoreMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor

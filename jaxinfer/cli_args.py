@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.sampling_params import SamplingParams
 
 _GROUPS: dict[str, dict[str, str]] = {

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.config import Device, EngineArgs, EngineConfig
+from jaxinfer.config import Device, EngineConfig
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.frontend.processor import Processor, eos_token_ids
 from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.client import InprocClient
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.messages import FinishReason
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import Engine, build_engine
 from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor

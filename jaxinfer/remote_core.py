@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting, EngineArgs, EngineConfig
+from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting, EngineConfig
 from jaxinfer.engine.core_group import CoreGroup
 from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.ipc import Ready
 from jaxinfer.engine.load_balancer import LoadBalancer
 from jaxinfer.engine.messages import EngineCoreOutputs
 from jaxinfer.engine.process_client import ProcessClient
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import (
     GPU_DRIVERS,
     EngineFrontend,

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.messages import EngineCoreRequest, FinishedRequest, TokenLogprobs
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import draft_checkpoint
 from jaxinfer.executor.build import build_executor
 from jaxinfer.executor.executor import MeshExecutor

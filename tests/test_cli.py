@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer import cli, cli_args
 from jaxinfer.chat_session import ChatSession
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.sampling_params import SamplingParams
 from tests.frontend.story_engine import continuation, story_engine, tell
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.config import CacheConfig, CascadeConfig, EngineArgs
+from jaxinfer.config import CacheConfig, CascadeConfig
+from jaxinfer.engine_args import EngineArgs
 
 
 @dataclass(frozen=True)

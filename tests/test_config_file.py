@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxinfer import cli
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 
 FILE = """
 model: some/model

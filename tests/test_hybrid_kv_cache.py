@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.models.cache_groups import CacheGroups, model_groups
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import describe_model

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.executor.kv_scales import make_scales
 from jaxinfer.models import attention
 from jaxinfer.models.functional import FunctionalDecoder

@@ -14,9 +14,10 @@ import numpy as np
 
 from benchmarks.gpu.cases import Context
 from jaxinfer import LLM
-from jaxinfer.config import EngineArgs, EngineConfig
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.plan import StepHandle, StepPlan, TokenMask
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import Engine, build_frontend, load_tokenizer, model_files
 from jaxinfer.executor.build import build_executor
 from jaxinfer.executor.executor import MeshExecutor

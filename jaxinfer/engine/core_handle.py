@@ -9,11 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from jaxinfer.config import HEARTBEAT_TIMEOUT, EngineArgs
+from jaxinfer.config import HEARTBEAT_TIMEOUT
 from jaxinfer.engine.child_process import ChildProcess
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.ipc import Attach, Died, FromCore, Pause, Ready, Start, Stop, ToCore
 from jaxinfer.engine.link import Link
+from jaxinfer.engine_args import EngineArgs
 
 
 class CoreProcess(ChildProcess[ToCore, FromCore]):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.child_process import exit_with_parent, text_of
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.core_clients import CoreClients
@@ -30,6 +29,7 @@ from jaxinfer.engine.ipc import (
     ToCore,
 )
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishedRequest, FinishReason
+from jaxinfer.engine_args import EngineArgs
 
 logger = logging.getLogger(__name__)
 

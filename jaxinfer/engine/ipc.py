@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from jaxinfer.config import EngineArgs, EngineConfig
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.messages import EngineCoreOutputs, EngineCoreRequest
+from jaxinfer.engine_args import EngineArgs
 
 OWNER = 0
 """The client that started a core's process: it hears of every step's statistics, whoever sent the requests."""

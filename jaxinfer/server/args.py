@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting, EngineArgs
+from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.server.parser_args import add_parser_args, parser_settings
 from jaxinfer.server.process_args import add_process_args, check_process_args
 from jaxinfer.server.settings import ServerSettings

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from jaxinfer import metrics
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.ipc import Ready
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.frontend.plugins import load_plugin
 from jaxinfer.server.args import ListenArgs, load_middleware
 from jaxinfer.server.response_store import StoredResponse

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from jaxinfer.async_llm import AsyncLLM
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.ipc import Ready
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.remote_core import CoreStarter, start_remote_engine
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.core_process import run_core
+from jaxinfer.engine_args import EngineArgs
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.fake_requests import hashed_token, make_config
 

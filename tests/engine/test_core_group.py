@@ -11,13 +11,13 @@ from functools import partial
 
 import pytest
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core_group import CoreGroup
 from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.load_balancer import LoadBalancer
 from jaxinfer.engine.messages import EngineCoreOutputs, FinishReason
 from jaxinfer.engine.process_client import ProcessClient
+from jaxinfer.engine_args import EngineArgs
 from tests.engine.core_runs import alone
 from tests.engine.fake_requests import BLOCK_SIZE, make_request
 from tests.engine.test_process_client import LIMIT, MAIN, collect

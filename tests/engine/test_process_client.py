@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.core_handle import CoreProcess
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.ipc import (
@@ -39,6 +38,7 @@ from jaxinfer.engine.messages import (
 )
 from jaxinfer.engine.process_client import ProcessClient
 from jaxinfer.engine.stats import DeviceMemory, HostSeconds, SchedulerStats, StepWork
+from jaxinfer.engine_args import EngineArgs
 from tests.engine.core_runs import Collected, alone
 from tests.engine.fake_requests import make_config, make_request
 
@@ -244,7 +244,7 @@ def test_a_core_that_cannot_start_says_why(kind, error, text):
 def test_the_core_ends_with_its_parent():
     code = (
         "import sys, os\n"
-        "from jaxinfer.config import EngineArgs\n"
+        "from jaxinfer.engine_args import EngineArgs\n"
         "from jaxinfer.engine.core_handle import CoreProcess\n"
         "core = CoreProcess(sys.argv[1:], EngineArgs('fake'))\n"
         "core.wait_ready()\n"

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import EngineArgs
 from jaxinfer.engine.plan import AdmittedRow, Drafts, StepPlan
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.executor.buckets import BucketLadder, StepShape
 from jaxinfer.executor.input_batch import PackedLayout
 from jaxinfer.executor.kv_cache import allocate

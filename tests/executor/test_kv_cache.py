@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.executor import kv_cache
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer import cli
 from jaxinfer.cli_args import engine_args
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.server import args as server_args
 from jaxinfer.server.args import ListenArgs, add_server_args, listen_args, server_settings
 from jaxinfer.server.settings import ServerSettings

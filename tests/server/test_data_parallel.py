@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import build_engine
 from jaxinfer.remote_core import CoreStarter, core_environment
 from tests.frontend.story_engine import TOKENIZER, continuation

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.config import EngineArgs
+from jaxinfer.engine_args import EngineArgs
 from jaxinfer.frontend.reasoning_parsers import reasoning_parsers
 from jaxinfer.frontend.tool_parsers import tool_parsers
 from jaxinfer.server.args import add_server_args, server_settings
