@@ -6,14 +6,13 @@ import os
 from collections import Counter
 
 import jax
-import numpy as np
 
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.spec import AnyAttentionSpec
-from jaxinfer.parallel.mesh import tensor_parallel_size
+from jaxinfer.parallel.mesh import device_bytes, tensor_parallel_size
 from kernels_pallas.gpu_target import TARGETS
 
 _BITS_OF_PEAK = 16
@@ -39,9 +38,9 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
         token_flops=2 * weights / num_devices,
         logits_flops=2 * spec.embed_dim * spec.vocab_size / num_devices,
         pair_flops=pair_flops / num_devices,
-        weight_bytes=float(sum(map(_shard_bytes, _read_leaves(decoder)))),
-        kv_bytes=float(sum(map(_shard_bytes, kv_arrays))),
-        state_bytes=float(sum(map(_shard_bytes, jax.tree.leaves(states)))),
+        weight_bytes=float(sum(map(device_bytes, _read_leaves(decoder)))),
+        kv_bytes=float(sum(map(device_bytes, kv_arrays))),
+        state_bytes=float(sum(map(device_bytes, jax.tree.leaves(states)))),
         windows=tuple(windows.items()),
         peak_flops=target.bf16_flops_per_second if has_peak and target else None,
         peak_bandwidth=target.bytes_per_second if has_peak and target else None,
@@ -72,11 +71,6 @@ def _read_leaves(decoder: FunctionalDecoder) -> list[jax.ShapeDtypeStruct]:
         for path, leaf in decoder.leaves.items()
         if path != ("embed",) or decoder.spec.tied_head
     ]
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
 
 
 def _target(device: jax.Device):

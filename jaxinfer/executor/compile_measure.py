@@ -29,7 +29,7 @@ from jaxinfer.models.moe_spec import MoeSpec
 from jaxinfer.models.registry import describe_model
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import AnyAttentionSpec, DecoderSpec
-from jaxinfer.parallel.mesh import MODEL_AXIS, replicated
+from jaxinfer.parallel.mesh import MODEL_AXIS, device_bytes, replicated
 from jaxinfer.weights.plan import LeafPath
 from kernels_pallas.gpu_target import CompiledReport, GpuTarget, device_mesh, get_target
 from kernels_pallas.hlo_report import HloReport, analyze, inputs_of
@@ -201,7 +201,7 @@ def _problems(
 def cache_bytes(decoder: FunctionalDecoder, work: Workload) -> int:
     """Bytes of the whole KV cache on one device."""
     shapes = decoder.kv_cache_shapes(work.num_pages, work.page_size)
-    return sum(map(_device_bytes, jax.tree.leaves(shapes)))
+    return sum(map(device_bytes, jax.tree.leaves(shapes)))
 
 
 def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) -> Floor:
@@ -221,14 +221,14 @@ def forward_floor(decoder: FunctionalDecoder, work: Workload, shape: StepShape) 
         chunks = [1] * (shape.num_rows - 1) + [shape.num_tokens - shape.num_rows + 1]
     # A chunk's tokens see each other only as far as they have come.
     seen = sum(chunk * work.context - chunk * (chunk - 1) // 2 for chunk in chunks)
-    kv_token = sum(map(_device_bytes, jax.tree.leaves(decoder.kv_cache_shapes(1, 1))))
+    kv_token = sum(map(device_bytes, jax.tree.leaves(decoder.kv_cache_shapes(1, 1))))
     pair_flops = sum(_pair_flops(attention, dims) for attention in spec.attentions)
     read = sum(
-        _device_bytes(leaf) * min(1, shape.num_tokens * _share_of_token(spec, path))
+        device_bytes(leaf) * min(1, shape.num_tokens * _share_of_token(spec, path))
         for path, leaf in weights.items()
     )
     multiplied = sum(
-        _device_bytes(leaf) // leaf.dtype.itemsize * _share_of_token(spec, path)
+        device_bytes(leaf) // leaf.dtype.itemsize * _share_of_token(spec, path)
         for path, leaf in weights.items()
         if leaf.ndim > 1
     )
@@ -264,17 +264,10 @@ def _pair_flops(attention: AnyAttentionSpec, dims: ShardedDims) -> int:
 def sample_floor(decoder: FunctionalDecoder, num_positions: int) -> Floor:
     """The head read once, and its matmul."""
     head = decoder.leaves[("embed",) if decoder.spec.tied_head else ("lm_head",)]
-    head_bytes = _device_bytes(head)
+    head_bytes = device_bytes(head)
     item = decoder.dtype.itemsize
     hidden_bytes = num_positions * decoder.spec.embed_dim * item
     return Floor(head_bytes + hidden_bytes, 2 * num_positions * head_bytes // item)
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    size = leaf.dtype.itemsize
-    for dim in leaf.sharding.shard_shape(leaf.shape):
-        size *= dim
-    return size
 
 
 def _kernels_by_layer(report: HloReport, leaves: dict[str, str]) -> list[list]:

@@ -19,6 +19,7 @@ from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.executor import accounting, kv_cache
 from jaxinfer.executor.buckets import BucketLadder
+from jaxinfer.executor.cache_size import num_blocks_for
 from jaxinfer.executor.deterministic_programs import TILE_TOKENS, DeterministicPrograms
 from jaxinfer.executor.deterministic_runner import DeterministicRunner
 from jaxinfer.executor.input_batch import InputBatch
@@ -41,7 +42,7 @@ from jaxinfer.models.cache_groups import CacheGroups, model_groups
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.spec import DecoderSpec
-from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.parallel.mesh import device_bytes, make_mesh, replicated
 from kernels_pallas.quantized_pages import quantized
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class MeshExecutor:
             drafter.leaves = drafter.load()
         logger.info(
             "weights: %.2f GiB per device in %.1f s",
-            sum(map(_device_bytes, [*leaves, *(drafter.leaves if drafter else [])])) / 2**30,
+            sum(map(device_bytes, [*leaves, *(drafter.leaves if drafter else [])])) / 2**30,
             time.perf_counter() - start,
         )
         programs_class = DeterministicPrograms if config.deterministic else Programs
@@ -116,7 +117,7 @@ class MeshExecutor:
             draws_drafts=drafter is not None and drafter.setting.choice.random,
             stream_layers=drafter.aux_layers if drafter else (),
         )
-        num_blocks = _size_cache(config, programs, leaves, drafter, memory)
+        num_blocks = num_blocks_for(config, programs, leaves, drafter, memory)
         programs = replace(programs, num_blocks=num_blocks)
         self.runner = _create_runner(config, programs, leaves, drafter)
         if config.compilation.warmup == "all":
@@ -267,56 +268,6 @@ def _drafter_setting(
     )
 
 
-def _size_cache(
-    config: EngineConfig,
-    programs: Programs,
-    leaves: list[jax.Array],
-    drafter: ModelDrafter | None,
-    memory: tuple[int, int],
-) -> int:
-    """Number of blocks, given the device's memory (limit, in use) before the leaves were loaded."""
-    device_bytes, in_use = memory
-    block_size, state = config.cache.block_size, programs.sampler_state
-    shapes = [programs.decoder.kv_cache_shapes(1, block_size)]
-    states = programs.decoder.kv_cache_shapes(0, block_size, programs.num_slots)
-    state_bytes = sum(map(_device_bytes, jax.tree.leaves(states)))
-    weights = list(leaves)
-    if drafter is not None:
-        shapes.append(drafter.kv_cache_shapes(1))
-        weights += drafter.leaves
-    block_bytes = sum(map(_device_bytes, jax.tree.leaves(shapes)))
-    sized_by_memory = (
-        config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None
-    )
-    temp_bytes = 0
-    if config.device == "gpu" and sized_by_memory:
-        temp_bytes = _largest_temporaries(programs)
-    num_blocks = kv_cache.num_blocks(
-        config,
-        block_bytes,
-        state_bytes,
-        device_bytes=device_bytes,
-        resident_bytes=in_use
-        + sum(map(_device_bytes, weights))
-        + state.nbytes
-        + programs.draft_probs_nbytes,
-        temp_bytes=temp_bytes,
-    )
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB per device",
-        num_blocks,
-        block_size,
-        num_blocks * block_bytes / 2**30,
-    )
-    if state_bytes:
-        logger.info(
-            "States of up to %d requests: %.2f GiB per device",
-            programs.num_rows,
-            state_bytes / 2**30,
-        )
-    return num_blocks
-
-
 def _create_runner(
     config: EngineConfig,
     programs: Programs,
@@ -355,19 +306,6 @@ def _create_runner(
         ),
         drafting=None if drafter is None else Drafting(drafter, programs.decoder.spec.vocab_size),
     )
-
-
-def _device_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of `array` on one of its devices."""
-    shape = array.sharding.shard_shape(array.shape)
-    return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize
-
-
-def _largest_temporaries(programs: Programs) -> int:
-    """Temporary bytes of the largest step, as XLA laid them out; they don't depend on the number of blocks."""
-    largest = next(programs.ladder.all_shapes())
-    compiled = programs.lower_forward(largest).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def _log_progress(done: int, total: int) -> None:

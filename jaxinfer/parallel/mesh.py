@@ -54,3 +54,10 @@ def named_sharding(mesh: Mesh, axes: LogicalAxes) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def device_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of `array` on one of its devices."""
+    assert array.sharding is not None
+    shape = array.sharding.shard_shape(array.shape)
+    return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize
