@@ -208,6 +208,7 @@ ENTRIES = [
     entry(
         "olmo_hybrid",
         gain=1.2,
+        rms_norm_eps=EPS,
         layer_types=MIXED,
         rope_parameters=dict(rope_type="default", rope_theta=1000.0),
         # transformers cuts the convolution in three equal parts when it saves it.
