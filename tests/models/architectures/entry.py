@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -77,7 +78,7 @@ def transformers_config(wanted: Entry) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config_class = CONFIG_MAPPING[wanted.model_type]
-    changes = dict(wanted.config)
+    changes = deepcopy(wanted.config)  # transformers completes nested dicts where they are
     if "text_config" in changes:
         changes["text_config"] = COMMON | changes["text_config"]
     else:
@@ -96,8 +97,12 @@ def transformers_config(wanted: Entry) -> tuple[Any, Any]:
 @cache
 def transformers_model(wanted: Entry) -> Any:
     """The random model, in evaluation mode: of the first seed with which its greedy tokens vary."""
+    import torch
+
     model_class, config = transformers_config(wanted)
-    model = model_class(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # some parameters stay as they are made
+        model = model_class(config).eval()
     start = {name: weight.clone() for name, weight in model.state_dict().items()}
     for seed in range(_MAX_SEEDS):
         model.load_state_dict(start)
