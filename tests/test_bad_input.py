@@ -173,8 +173,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     ("damage", "message"),
     [
         (
-            change_config(architectures=["GPT2LMHeadModel"]),
-            "architecture GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM",
+            change_config(architectures=["XLNetLMHeadModel"]),
+            "architecture XLNetLMHeadModel is not supported; supported: .*LlamaForCausalLM",
         ),
         (cut_weights, r"model\.safetensors is cut short: tensor model\.norm\.weight"),
         (

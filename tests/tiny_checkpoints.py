@@ -56,6 +56,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0),
         ),
     ),
+    "mistral": ("Mistral", dict(sliding_window=7, head_dim=16)),
     "qwen2": (
         "Qwen2",
         dict(use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=_YARN),
