@@ -33,12 +33,9 @@ class KimiDelta(nnx.Module):
     def __init__(self, spec: KimiDeltaSpec, embed_dim: int, mesh: Mesh, dtype: jnp.dtype):
         E, H, D = embed_dim, shared_channels(spec.num_heads, mesh), spec.head_dim
         rows = 3 * D + 1  # query, key, value, beta
-        if spec.gate_rank is None:
-            rows += 2 * D  # decay, gate
-        else:
-            self.gate_in = leaf((2, spec.gate_rank, E), (None, None, "embed"), dtype)
-            self.gate_out = leaf((H, 2, D, spec.gate_rank), ("channels", None, None, None), dtype)
         self.spec, self.mesh = spec, mesh
+        self.gate_in = leaf((2, spec.gate_rank, E), (None, None, "embed"), dtype)
+        self.gate_out = leaf((H, 2, D, spec.gate_rank), ("channels", None, None, None), dtype)
         self.in_proj = leaf((H, rows, E), ("channels", None, "embed"), dtype)
         self.conv = leaf((spec.conv_kernel, H, 3 * D), (None, "channels", None), dtype)
         self.dt_bias = leaf((H, D), ("channels", None), _FLOAT32)
@@ -63,19 +60,16 @@ class KimiDelta(nnx.Module):
         self, h_te: jax.Array, states: States, batch: RaggedBatch
     ) -> tuple[jax.Array, States]:
         """[T, E] -> [T, E] or [S, T, E] partial sums, and the states after the batch."""
-        D, dtype = self.spec.head_dim, product_dtype(self.mesh, h_te.dtype)
-        projected = linear(h_te, self.in_proj[...], dtype)  # [T, H, rows]
-        qkvb, decay, gate = jnp.split(projected, (3 * D + 1, 4 * D + 1), axis=-1)
-        if self.spec.gate_rank is not None:
-            low = linear(h_te, self.gate_in[...]).astype(h_te.dtype)
-            up = jnp.einsum(
-                "tgr,hgdr->gthd",
-                low,
-                self.gate_out[...],
-                precision=matmul_precision(h_te.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            decay, gate = up
+        dtype = product_dtype(self.mesh, h_te.dtype)
+        qkvb = linear(h_te, self.in_proj[...], dtype)  # [T, H, rows]
+        low = linear(h_te, self.gate_in[...]).astype(h_te.dtype)
+        decay, gate = jnp.einsum(
+            "tgr,hgdr->gthd",
+            low,
+            self.gate_out[...],
+            precision=matmul_precision(h_te.dtype),
+            preferred_element_type=jnp.float32,
+        )
         heads, slots, whole = (None, "channels"), (None, None, "channels"), ("channels",)
         recur = on_each_device(
             self.mesh,
@@ -116,11 +110,7 @@ def _recur_heads(
     convolved, conv_states = causal_conv(qkvb[..., :-1], conv, None, conv_states, rows)
     convolved = ACTIVATION_FUNCTIONS[spec.activation](convolved)
     q, k, v = jnp.split(convolved, 3, axis=-1)
-    decay = decay.astype(jnp.float32) + dt_bias
-    if spec.least_decay is None:
-        log_decay = -rate * jax.nn.softplus(decay)
-    else:
-        log_decay = spec.least_decay * jax.nn.sigmoid(rate * decay)
+    log_decay = -rate * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
     inputs = DeltaInputs(
         q=unit(q) * D**-0.5,
         k=unit(k),

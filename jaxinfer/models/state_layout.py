@@ -170,9 +170,7 @@ def kimi_delta_plan(spec: KimiDeltaSpec, embed_dim: int, prefix: str) -> LoadPla
     # Heads are groups of their own, and nothing is stored twice.
     groups, head, number = ShardedGroups(H, 1, 1), _Part(H * D), _Part(H)
     parts = {"q": head, "k": head, "v": head, "b": number}
-    gates = {"f": head, "g": head}
-    if R is None:
-        parts |= gates
+    gates = ("f", "g")
 
     def by_head(name: str, part: _Part, *tail: int) -> LeafSource:
         shape = (part.num_rows, *tail)
@@ -197,15 +195,14 @@ def kimi_delta_plan(spec: KimiDeltaSpec, embed_dim: int, prefix: str) -> LoadPla
         ("norm",): LeafSource((f"{prefix}o_norm.weight",), ((D,),)),
         ("out_proj",): _group_columns(groups, f"{prefix}o_proj.weight", E, H * D),
     }
-    if R is not None:
-        plan["gate_in",] = LeafSource(
-            tuple(f"{prefix}{gate}_a_proj.weight" for gate in gates), ((R, E),) * 2, np.stack
-        )
-        plan["gate_out",] = LeafSource(
-            tuple(f"{prefix}{gate}_b_proj.weight" for gate in gates),
-            ((H * D, R),) * 2,
-            lambda t: np.stack([x.reshape(H, D, R) for x in t], axis=1),
-        )
+    plan["gate_in",] = LeafSource(
+        tuple(f"{prefix}{gate}_a_proj.weight" for gate in gates), ((R, E),) * 2, np.stack
+    )
+    plan["gate_out",] = LeafSource(
+        tuple(f"{prefix}{gate}_b_proj.weight" for gate in gates),
+        ((H * D, R),) * 2,
+        lambda t: np.stack([x.reshape(H, D, R) for x in t], axis=1),
+    )
     return plan
 
 

@@ -127,19 +127,15 @@ class KimiDeltaSpec:
     num_heads: int
     head_dim: int
     conv_kernel: int
-    gate_rank: int | None
-    """Of the projections that make decays and gates; None: they are full."""
-    least_decay: float | None = None
-    """The logarithm of a token's decay is at least this; None: of any size."""
+    gate_rank: int
+    """Of the projections that make decays and gates."""
     activation: Activation = "silu"
     norm_eps: float = 1e-5
 
     def num_weights(self, embed_dim: int) -> int:
         """Of the matrices that a token goes through."""
         channels = self.num_heads * self.head_dim
-        gates = 2 * embed_dim * channels
-        if self.gate_rank is not None:
-            gates = 2 * self.gate_rank * (embed_dim + channels)
+        gates = 2 * self.gate_rank * (embed_dim + channels)
         return embed_dim * (4 * channels + self.num_heads) + gates
 
 
