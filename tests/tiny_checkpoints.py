@@ -4,37 +4,13 @@ windows shorter than a prompt, scaled rotations, biases, norm weights that are n
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-_COMMON: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=50,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-_LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-_YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=4.0,
-    beta_fast=8.0,
-    original_max_position_embeddings=32,
-)
+from tests.models.architectures.dense import LLAMA3, YARN
+from tests.models.architectures.entry import COMMON
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -43,7 +19,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=6,
             num_key_value_heads=3,
             tie_word_embeddings=True,
-            rope_parameters=_LLAMA3,
+            rope_parameters=LLAMA3,
         ),
     ),
     "llama_biased": (
@@ -59,7 +35,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(sliding_window=7, head_dim=16)),
     "qwen2": (
         "Qwen2",
-        dict(use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=_YARN),
+        dict(use_sliding_window=True, sliding_window=9, max_window_layers=1, rope_parameters=YARN),
     ),
     "qwen3": (
         "Qwen3",
@@ -106,7 +82,9 @@ def tiny_model(name: str) -> Any:
     import transformers
 
     prefix, changes = CONFIGS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **changes})
+    config = getattr(transformers, f"{prefix}Config")(
+        **deepcopy(COMMON | changes)
+    )  # completed in place
     config._attn_implementation = "eager"
     model_class = getattr(transformers, prefix.removesuffix("Text") + "ForCausalLM")
     return randomize(model_class(config)).eval()
