@@ -39,7 +39,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% if closed %}<think>{{ '\\n' }}</think>{% endif %}{% endif %}"
 )
 
-type Script = str | Callable[[str], str] | None
+type Script = str | Callable[[str], str | Sequence[str]] | None
+"""A text, or what makes one of a prompt: several texts where masks may decide, of which the first is written that goes
+on from what has been written. None is noise."""
 
 
 def _tokenizer() -> Tokenizer:
@@ -67,8 +69,12 @@ def _writer(script: Script) -> Callable[[Sequence[int]], int]:
         if list(context[start : start + len(_CLOSED)]) == _CLOSED:
             start += len(_CLOSED)
         prompt = TOKENIZER.decode(context[:start], skip_special_tokens=False)
-        ids = TOKENIZER.encode(script if isinstance(script, str) else script(prompt))
+        text = script if isinstance(script, str) else script(prompt)
         at = len(context) - start
+        if not isinstance(text, str):
+            written = TOKENIZER.decode(context[start:], skip_special_tokens=False)
+            text = next((t for t in text if t.startswith(written)), "")
+        ids = TOKENIZER.encode(text)
         return ids[at] if at < len(ids) else _EOS
 
     return write
