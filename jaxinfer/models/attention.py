@@ -74,6 +74,21 @@ class Attention(nnx.Module):
         self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
     ) -> tuple[jax.Array, KVPages]:
         """[T, input_dim] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
+        attended, kv_pages = self.attended(x_te, kv_pages, batch, rope)
+        dtype = product_dtype(self.mesh, x_te.dtype)
+        weight = self.o[...]
+        sizes = weight.shape[0], prod(weight.shape[1:])
+        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
+        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
+        out = constrain(out, self.mesh, (None, "embed"))
+        if self.spec.o_bias:
+            out += self.o_bias[...].astype(dtype)
+        return scaled(out, self.spec.out_scale), kv_pages
+
+    def attended(
+        self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
+    ) -> tuple[jax.Array, KVPages]:
+        """What the output projection takes, [T, K, G, H] in `x_te`'s dtype, and the pages."""
         dtype = product_dtype(self.mesh, x_te.dtype)
         qkv = linear(x_te, self.qkv[...], dtype)  # [T, K, G+2, H]
         if self.spec.qkv_bias:
@@ -86,14 +101,7 @@ class Attention(nnx.Module):
         if self.spec.gated:
             gate = jax.nn.sigmoid(linear(x_te, self.gate[...]))  # [T, K, G, H]
             attended = (attended * gate).astype(x_te.dtype)
-        weight = self.o[...]
-        sizes = weight.shape[0], prod(weight.shape[1:])
-        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
-        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
-        out = constrain(out, self.mesh, (None, "embed"))
-        if self.spec.o_bias:
-            out += self.o_bias[...].astype(dtype)
-        return scaled(out, self.spec.out_scale), kv_pages
+        return attended, kv_pages
 
     @property
     def _norms_are_fused(self) -> bool:

@@ -54,6 +54,10 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_te: jax.Array) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
+        return scaled(project_down(self, self.hidden(x_te)), self.spec.out_scale)
+
+    def hidden(self, x_te: jax.Array) -> jax.Array:
+        """What `down` takes: [T, E] -> [T, M]."""
         weight, dtype = self.gate_up[...], product_dtype(self.mesh, x_te.dtype)
         if tensor_parallel_size(self.mesh) == 1:
             gate_up = linear(x_te, weight, dtype)
@@ -70,7 +74,7 @@ class GatedMlp(nnx.Module):
         gate_up = gate_up.astype(jnp.float32)
         gate = scaled(gate_up[:, 0], self.spec.gate_scale)
         hidden = ACTIVATION_FUNCTIONS[self.spec.activation](gate) * gate_up[:, 1]
-        return scaled(project_down(self, hidden.astype(x_te.dtype)), self.spec.out_scale)
+        return hidden.astype(x_te.dtype)
 
 
 class PlainMlp(nnx.Module):
