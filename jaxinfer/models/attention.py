@@ -75,15 +75,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """[T, input_dim] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
         attended, kv_pages = self.attended(x_te, kv_pages, batch, rope)
-        dtype = product_dtype(self.mesh, x_te.dtype)
-        weight = self.o[...]
-        sizes = weight.shape[0], prod(weight.shape[1:])
-        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(x_te), *sizes)
-        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
-        out = constrain(out, self.mesh, (None, "embed"))
-        if self.spec.o_bias:
-            out += self.o_bias[...].astype(dtype)
-        return scaled(out, self.spec.out_scale), kv_pages
+        return self.project(attended), kv_pages
 
     def attended(
         self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
@@ -102,6 +94,17 @@ class Attention(nnx.Module):
             gate = jax.nn.sigmoid(linear(x_te, self.gate[...]))  # [T, K, G, H]
             attended = (attended * gate).astype(x_te.dtype)
         return attended, kv_pages
+
+    def project(self, attended: jax.Array) -> jax.Array:
+        """[T, K, G, H] -> [T, E] or [S, T, E] partial sums."""
+        weight, dtype = self.o[...], product_dtype(self.mesh, attended.dtype)
+        sizes = weight.shape[0], prod(weight.shape[1:])
+        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(attended), *sizes)
+        out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
+        out = constrain(out, self.mesh, (None, "embed"))
+        if self.spec.o_bias:
+            out += self.o_bias[...].astype(dtype)
+        return scaled(out, self.spec.out_scale)
 
     @property
     def _norms_are_fused(self) -> bool:

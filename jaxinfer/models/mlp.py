@@ -54,7 +54,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_te: jax.Array) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
-        return scaled(project_down(self, self.hidden(x_te)), self.spec.out_scale)
+        return self.project(self.hidden(x_te))
 
     def hidden(self, x_te: jax.Array) -> jax.Array:
         """What `down` takes: [T, E] -> [T, M]."""
@@ -75,6 +75,10 @@ class GatedMlp(nnx.Module):
         gate = scaled(gate_up[:, 0], self.spec.gate_scale)
         hidden = ACTIVATION_FUNCTIONS[self.spec.activation](gate) * gate_up[:, 1]
         return hidden.astype(x_te.dtype)
+
+    def project(self, hidden_tm: jax.Array) -> jax.Array:
+        """[T, M] -> [T, E], or [S, T, E] partial sums."""
+        return scaled(project_down(self, hidden_tm), self.spec.out_scale)
 
 
 class PlainMlp(nnx.Module):
