@@ -1,0 +1,79 @@
+"""Entry point of the quantized matmul: checks the arguments and picks a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.platform_dispatch import PlatformDispatch
+from kernels_pallas.quantized_matmul import reference, xla
+from kernels_pallas.quantized_matmul.weight import QuantizedWeight, as_matrix, check_weight
+
+_by_platform = PlatformDispatch(
+    "quantized_matmul", xla.quantized_matmul, cuda=xla.dequantized_matmul
+)
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "reference": reference.quantized_matmul,
+    "xla": xla.quantized_matmul,
+}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def quantized_matmul(
+    x_mk: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    num_in_axes: int = 1,
+    dtype: jnp.dtype = jnp.float32,
+    implementation: str | None = None,
+) -> jax.Array:
+    """x times a weight that is never in memory as a whole in a wider type, where a backend is made for the device.
+
+    Axes: M rows, K contracted, N outputs.
+
+    Products of what the codes stand for with x, added up in float32. Where the format quantizes activations, x is
+    quantized first: products of int8 are added up exactly, those of e4m3 in float32, and scaled then.
+
+    Args:
+        x_mk: [M, K] bfloat16, float16 or float32.
+        weight: [*out, *in], `in` being the last `num_in_axes` axes of K elements; N elements in `out`. On a mesh of
+            several devices, call it inside `shard_map`: parts of a weight that hold whole groups are weights.
+        dtype: of the result.
+        implementation: "xla" or "reference"; None takes what suits the device.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: an argument's shape or dtype is not one of the above, or the weight's arrays don't fit its format.
+    """
+    if x_mk.ndim != 2 or x_mk.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"x_mk must be [M, K] of a dtype in {_DTYPES}, got {x_mk.dtype} {x_mk.shape}"
+        )
+    if not isinstance(weight, QuantizedWeight):
+        raise ValueError(f"weight must be a QuantizedWeight, got {type(weight).__name__}")
+    if not 1 <= num_in_axes <= weight.ndim:
+        raise ValueError(
+            f"num_in_axes must be between 1 and {weight.ndim} (axes of weight), got {num_in_axes}"
+        )
+    check_weight(weight, num_in_axes)
+    weight = as_matrix(weight, num_in_axes)
+    num_outputs, size = weight.shape
+    if x_mk.shape[1] != size:
+        raise ValueError(
+            f"x_mk must be [M, {size}] (the last {num_in_axes} axes of weight), got {x_mk.shape}"
+        )
+    if jnp.dtype(dtype).name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {jnp.dtype(dtype)}")
+    if implementation is not None and implementation not in _BACKENDS:
+        raise ValueError(
+            f"implementation must be one of {sorted(_BACKENDS)} or None, got {implementation!r}"
+        )
+    if x_mk.shape[0] == 0:
+        return jnp.zeros((0, num_outputs), dtype)
+    run = _by_platform if implementation is None else _BACKENDS[implementation]
+    return run(x_mk, weight, dtype=jnp.dtype(dtype))
