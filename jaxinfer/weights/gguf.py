@@ -13,6 +13,8 @@ import numpy as np
 from jaxinfer.weights.gguf_config import architecture_of, config_of, token_ids_of
 from jaxinfer.weights.gguf_file import GGUFFile, TensorInfo, read_gguf_header
 from jaxinfer.weights.gguf_quants import dequantize_rows
+from jaxinfer.weights.quantization import ggml
+from jaxinfer.weights.quantization.matrix import MatrixFormat, QuantizedMatrix
 from jaxinfer.weights.reader import CheckpointError, aligned_empty, numpy_dtype, read_bytes
 
 _WHOLE = {
@@ -47,7 +49,7 @@ _DIRECT = {("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")}
 
 
 class GGUFReader:
-    """A `CheckpointReader`. Raises `CheckpointError` on opening where the file is cut short, split over several files,
+    """A `CheckpointReader` and a `QuantizedSource`. Raises `CheckpointError` on opening where the file is cut short, split over several files,
     or of an architecture that isn't supported."""
 
     holds_leaves = False
@@ -128,6 +130,24 @@ class GGUFReader:
             # llama.cpp multiplies by the weight, Gemma by 1 + weight: the conversion added the 1.
             out[...] = target - np.float32(1)
         return out
+
+    @property
+    def quantization(self) -> str:
+        return "gguf"
+
+    def format_of(self, name: str) -> MatrixFormat | None:
+        info = self._infos[name]
+        return ggml.FORMATS.get(info.type_name) if len(info.shape) > 1 else None
+
+    def read_quantized(self, name: str) -> QuantizedMatrix:
+        info, rows = self._infos[name], self._row_order(name, self._infos[name])
+        raw = np.empty(info.nbytes, np.uint8)
+        self._fill(info, raw)
+        raw = raw.reshape(info.shape[0], -1)
+        return ggml.matrix_of(info.type_name, raw if rows is None else raw[rows])
+
+    def transposed(self, name: str) -> bool:
+        return False
 
     def _row_order(self, name: str, info: TensorInfo) -> np.ndarray | None:
         """Order that undoes llama.cpp's for queries and keys: it rotates neighbours (2i, 2i + 1), Hugging Face halves

@@ -18,7 +18,7 @@ def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
     return blocks[:, start : start + 2].copy().view("<f2").astype(np.float32)
 
 
-def _nibbles(packed: np.ndarray) -> np.ndarray:
+def nibble_runs(packed: np.ndarray) -> np.ndarray:
     """[N, B] bytes to [N, 2B]: all low nibbles, then all high ones."""
     out = np.empty((packed.shape[0], 2, packed.shape[1]), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, 0])
@@ -26,29 +26,29 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return out.reshape(packed.shape[0], -1)
 
 
-def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
+def fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
     """The 32 bits at byte `start` of each block as [N, 32], each worth 16."""
     bits = np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little")
     return bits << 4
 
 
 def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8))
+    return _halves(blocks, 0) * (nibble_runs(blocks[:, 2:]).view(np.int8) - np.int8(8))
 
 
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    values = _halves(blocks, 0) * _nibbles(blocks[:, 4:])
+    values = _halves(blocks, 0) * nibble_runs(blocks[:, 4:])
     values += _halves(blocks, 2)
     return values
 
 
 def _q5_0(blocks: np.ndarray) -> np.ndarray:
-    values = (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).view(np.int8) - np.int8(16)
+    values = (nibble_runs(blocks[:, 6:]) | fifth_bits(blocks, 2)).view(np.int8) - np.int8(16)
     return _halves(blocks, 0) * values
 
 
 def _q5_1(blocks: np.ndarray) -> np.ndarray:
-    values = _halves(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4))
+    values = _halves(blocks, 0) * (nibble_runs(blocks[:, 8:]) | fifth_bits(blocks, 4))
     values += _halves(blocks, 2)
     return values
 
@@ -57,7 +57,7 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
     return blocks[:, 2:].view(np.int8) * _halves(blocks, 0)
 
 
-def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The 6-bit scales and minima of the 8 sub-blocks, packed in 12 bytes: [N, 12] to two [N, 8]."""
     low, mid, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
@@ -67,7 +67,7 @@ def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _scaled_minus_minimum(blocks: np.ndarray, quants: np.ndarray) -> np.ndarray:
     """d * scale * quant - dmin * minimum per sub-block of 32, for quants [N, 8, 32]."""
-    scales, minima = _k_scales(blocks[:, 4:16])
+    scales, minima = k_scales(blocks[:, 4:16])
     values = (_halves(blocks, 0) * scales)[:, :, None] * quants
     values -= (_halves(blocks, 2) * minima)[:, :, None]
     return values
@@ -75,7 +75,7 @@ def _scaled_minus_minimum(blocks: np.ndarray, quants: np.ndarray) -> np.ndarray:
 
 def _q4_k_quants(packed: np.ndarray) -> np.ndarray:
     """[N, 128] bytes to [N, 8, 32]: each run of 32 bytes holds one sub-block low and the next one high."""
-    return _nibbles(packed.reshape(-1, 32)).reshape(-1, 8, 32)
+    return nibble_runs(packed.reshape(-1, 32)).reshape(-1, 8, 32)
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     count = len(blocks)
     # Two halves of 128 weights; in each, 64 bytes give the low nibbles and 32 bytes four pairs of high bits.
-    low = _nibbles(blocks[:, :128].reshape(-1, 64)).reshape(count, 2, 4, 32)
+    low = nibble_runs(blocks[:, :128].reshape(-1, 64)).reshape(count, 2, 4, 32)
     high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     quants = (low | ((high & 3) << 4)).view(np.int8) - np.int8(32)
     scales = _halves(blocks, 208) * blocks[:, 192:208].view(np.int8)

@@ -50,6 +50,14 @@ class CheckpointReader(Protocol):
     def generation_config(self) -> dict[str, Any] | None: ...
 
 
+class StoredReader(CheckpointReader, Protocol):
+    """A reader of tensors as they are."""
+
+    def stored_dtype(self, name: str) -> str:
+        """Name of the tensor's dtype."""
+        ...
+
+
 def numpy_dtype(name: str) -> np.dtype:
     """numpy's dtype of a name such as "bfloat16", which numpy only knows through `ml_dtypes`."""
     if name == "bfloat16" or name.startswith("float8"):

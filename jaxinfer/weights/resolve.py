@@ -55,7 +55,8 @@ def resolve_model(
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:
-    """A reader of the model's tensors. Raises `CheckpointError` where they can't be read."""
+    """A reader of the model's tensors. Raises `CheckpointError` where they can't be read, `ValueError` where they are
+    quantized in a way that isn't supported."""
     if files.kind == "gguf":
         from jaxinfer.weights.gguf import GGUFReader
 
@@ -64,9 +65,13 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
         from jaxinfer.weights.orbax import OrbaxReader
 
         return OrbaxReader(files.path)
+    from jaxinfer.weights.quantization.config import QuantizationConfig
+    from jaxinfer.weights.quantization.reader import QuantizedReader
     from jaxinfer.weights.safetensors import SafetensorsReader
 
-    return SafetensorsReader(files.path)
+    stored = SafetensorsReader(files.path)
+    quantization = QuantizationConfig.from_config(stored.config())
+    return stored if quantization is None else QuantizedReader(stored, quantization)
 
 
 def _find(

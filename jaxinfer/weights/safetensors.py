@@ -156,6 +156,9 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
+    def stored_dtype(self, name: str) -> str:
+        return self._entries[name].dtype
+
     def file_of(self, name: str) -> Path:
         entry = self._entries.get(name)
         return entry.path if entry else self.directory
