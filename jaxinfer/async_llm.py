@@ -219,6 +219,12 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         return await asyncio.wrap_future(self._client.call("is_sleeping"))
 
+    async def anatomy(self, core: int = 0) -> dict[str, Any]:
+        """What is going on in an engine core, as `jaxinfer.engine.anatomy` describes it. Raises `EngineDeadError` where
+        it has failed."""
+        picture: dict[str, Any] = await asyncio.wrap_future(self._client.call("anatomy", core=core))
+        return picture
+
     def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         return self.metrics.snapshot()

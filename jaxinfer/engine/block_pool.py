@@ -3,7 +3,11 @@ which of them hold something that can be found again."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxinfer.engine.block_hash import BlockKey
 
@@ -12,6 +16,15 @@ PADDING_BLOCK = 0
 
 _HEAD = PADDING_BLOCK
 """The padding block's links are the ends of the free queue: next of it is the head, previous the tail."""
+
+
+class BlockState(enum.IntEnum):
+    FREE = 0
+    CACHED = 1
+    """Free, and found by the key of what it holds until it is handed out anew."""
+    IN_USE = 2
+    SHARED = 3
+    """Held more than once."""
 
 
 class BlockPool:
@@ -135,6 +148,14 @@ class BlockPool:
         """No block is found any more under the key that it had."""
         self._block_of.clear()
         self._key_of = [None] * self.num_blocks
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The `BlockState` of every block but the padding block [num_blocks - 1]."""
+        held = np.fromiter(self._ref_count, np.int32, self.num_blocks)
+        findable = np.zeros(self.num_blocks, np.uint8)
+        findable[np.fromiter(self._block_of.values(), np.int32, len(self._block_of))] = 1
+        states = np.where(held > 0, np.minimum(held, 2) + 1, findable).astype(np.uint8)
+        return states[PADDING_BLOCK + 1 :]
 
     def free_queue(self) -> list[int]:
         """The free blocks in the order in which they will be handed out."""

@@ -38,8 +38,9 @@ class EngineCoreClient(Protocol):
         of them, but outputs that are already under way may still name them."""
         ...
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """`EngineCore.call` between two steps; the future holds its result or what it raised."""
+    def call(self, name: str, *arguments: Any, core: int | None = None) -> Future[Any]:
+        """`EngineCore.call` between two steps, of the core of this number or of all; the future holds its result or what
+        it raised."""
         ...
 
     def has_unfinished(self) -> bool:
@@ -82,7 +83,7 @@ class InprocClient:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._core.abort_requests(request_ids)
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
+    def call(self, name: str, *arguments: Any, core: int | None = None) -> Future[Any]:
         future: Future[Any] = Future()
         _settle(future, self._core, name, arguments)
         return future
@@ -137,7 +138,7 @@ class ThreadClient:
             if known:
                 self._inbox.put(known)
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
+    def call(self, name: str, *arguments: Any, core: int | None = None) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             self._check_thread()

@@ -8,7 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.anatomy import take_anatomy
 from jaxinfer.engine.cache_demand import CacheDemand
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.engine.grammars import GrammarBackend, GrammarQueue
@@ -24,13 +27,14 @@ from jaxinfer.engine.request import check_request
 from jaxinfer.engine.scheduled_step import ScheduledStep
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import HostSeconds, SchedulerStats
+from jaxinfer.engine.step_log import StepLog
 from jaxinfer.engine.token_masks import TokenMaskBuilder
 from jaxinfer.engine.work_meter import WorkMeter
 
 logger = logging.getLogger(__name__)
 
 NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words, min_tokens and structured_outputs together exclude all of them."
-CALLS = ("reset_prefix_cache", "sleep", "wake_up", "is_sleeping")
+CALLS = ("reset_prefix_cache", "sleep", "wake_up", "is_sleeping", "anatomy")
 _GRAMMAR_WAIT_SECONDS = 0.01
 """How long a step waits when there is nothing to do but compile: those who step the core want to pass on messages."""
 _MEMORY_SECONDS = 1.0
@@ -58,6 +62,7 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs = EngineCoreOutputs()
         self._failed: list[FinishedRequest] = []
+        self._step_log = StepLog()
         self._work = WorkMeter(executor.step_costs)
         self._seconds = HostSeconds()
         self._next_memory = 0.0
@@ -125,6 +130,12 @@ class EngineCore:
 
     def is_sleeping(self) -> bool:
         return bool(self._executor.asleep)
+
+    def anatomy(self) -> dict[str, Any]:
+        """`take_anatomy`, as plain data."""
+        picture = take_anatomy(self.scheduler, self._step_log, self.is_sleeping())
+        made: dict[str, Any] = msgspec.to_builtins(picture)
+        return made
 
     def call(self, name: str, *arguments: Any) -> Any:
         """One of `CALLS` by its name, for clients that live elsewhere. Results are plain data."""
@@ -233,6 +244,7 @@ class EngineCore:
         waited = time.perf_counter()
         self._in_flight.popleft()
         self._outputs = self.scheduler.update(step, result)
+        self._step_log.add(step, self._outputs, self.scheduler.table)
         self._seconds.wait += waited - start
         if self._outputs.stats is not None:
             self._complete(self._outputs.stats, step, waited)

@@ -66,9 +66,11 @@ class CoreGroup:
         for core, ids in by_core.items():
             self._client(core).abort_requests(ids)
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """By all cores. Its result is the first one's, or of yes and no whether one says yes; any error is the call's.
+    def call(self, name: str, *arguments: Any, core: int | None = None) -> Future[Any]:
+        """By all cores: its result is the first one's, or of yes and no whether one says yes; any error is the call's.
         Where some can't sleep, the others are woken up again."""
+        if core is not None:
+            return self._client(core).call(name, *arguments)
         clients = [self._client(core) for core in range(len(self._clients))]
         for client in clients:
             client.check_health()

@@ -83,7 +83,7 @@ class ProcessClient:
             if known and self._cause_of_death is None:
                 self._core.send(Abort(known))
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
+    def call(self, name: str, *arguments: Any, core: int | None = None) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             self._check_alive()

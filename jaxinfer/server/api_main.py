@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -25,6 +25,7 @@ from jaxinfer.engine.link import Link
 from jaxinfer.engine.messages import EngineCoreOutputs
 from jaxinfer.engine.process_client import ProcessClient
 from jaxinfer.engine_factory import build_frontend, load_tokenizer, model_files
+from jaxinfer.metrics import Metric
 from jaxinfer.remote_core import load_balancer
 from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
@@ -198,8 +199,13 @@ class _ApiServer:
     async def num_active(self) -> int:
         return (await self._numbers_of_all()).num_active
 
-    async def _numbers_of_all(self) -> Answer:
-        answer = await self._ask(Ask)
+    async def counts(self) -> Sequence[Metric]:
+        found = (await self._numbers_of_all(counts=True)).counts
+        assert found is not None
+        return [*found.counters, *found.vectors, *found.histograms]
+
+    async def _numbers_of_all(self, counts: bool = False) -> Answer:
+        answer = await self._ask(lambda number: Ask(number, counts))
         assert isinstance(answer, Answer)
         return answer
 

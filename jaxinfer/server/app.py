@@ -9,12 +9,14 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.server import (
+    anatomy,
     chat,
     completions,
     dev_mode,
     errors,
     messages,
     middleware,
+    page,
     responses,
     status,
     tokens,
@@ -42,15 +44,19 @@ def build_app(
     llm.metrics.model_name = serving.model
     if tracing is not None:
         llm.observer = Observers(llm.metrics, tracing)
+    numbers = numbers or status.OwnNumbers(serving)
     for router in (
         completions.router(serving),
         chat.router(serving),
         responses.router(serving, stored),
         messages.router(serving),
         tokens.router(serving),
-        status.router(serving, numbers or status.OwnNumbers(serving)),
+        status.router(serving, numbers),
     ):
         app.include_router(router, responses=errors.ERROR_RESPONSES)
+    if not settings.disable_page:
+        app.include_router(page.router())
+        app.include_router(anatomy.router(serving, numbers), responses=errors.ERROR_RESPONSES)
     if settings.dev_mode:
         app.include_router(dev_mode.router(serving), responses=errors.ERROR_RESPONSES)
     errors.install(app)

@@ -100,6 +100,7 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
         ("enable-request-id-headers", "answer with an X-Request-Id"),
         ("enable-force-include-usage", "streams end with their usage, asked for or not"),
         ("disable-fastapi-docs", "no /docs and /openapi.json"),
+        ("disable-page", "no page at /, and no /anatomy, which feeds it"),
         ("disable-uvicorn-access-log", "log no line per request"),
     ):
         http.add_argument(f"--{name}", action="store_true", help=text)
@@ -243,6 +244,7 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "enable_request_id_headers",
                 "enable_force_include_usage",
                 "disable_fastapi_docs",
+                "disable_page",
                 "enable_log_requests",
                 "max_log_len",
                 "max_num_queued_reqs",

@@ -61,6 +61,17 @@ class CoreUp(msgspec.Struct, array_like=True, tag=True):
     inbox: str
 
 
+class Report(msgspec.Struct, array_like=True, tag=True):
+    """All that the process has counted so far, and how many HTTP requests it is answering. `number` is that of the
+    `Collect` that asked for it, 0 for those that come by themselves."""
+
+    number: int
+    num_active: int
+    counters: list[metrics.Counter]
+    vectors: list[metrics.Vector]
+    histograms: list[metrics.Histogram]
+
+
 class Collect(msgspec.Struct, array_like=True, tag=True):
     """Asks for a `Report` of this number."""
 
@@ -68,11 +79,13 @@ class Collect(msgspec.Struct, array_like=True, tag=True):
 
 
 class Answer(msgspec.Struct, array_like=True, tag=True):
-    """To an `Ask`: the text of `/metrics`, and how many HTTP requests are being answered, by all processes."""
+    """To an `Ask`: the text of `/metrics`, and how many HTTP requests are being answered, by all processes. To one for
+    `counts`, these instead of the text."""
 
     number: int
     metrics: bytes
     num_active: int
+    counts: Report | None = None
 
 
 class Kept(msgspec.Struct, array_like=True, tag=True):
@@ -113,6 +126,7 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
 class Ask(msgspec.Struct, array_like=True, tag=True):
     number: int
+    counts: bool = False
 
 
 class Keep(msgspec.Struct, array_like=True, tag=True):
@@ -137,17 +151,6 @@ class Slept(msgspec.Struct, array_like=True, tag=True):
     """The cores do, at this level, or are awake at 0."""
 
     level: int
-
-
-class Report(msgspec.Struct, array_like=True, tag=True):
-    """All that the process has counted so far, and how many HTTP requests it is answering. `number` is that of the
-    `Collect` that asked for it, 0 for those that come by themselves."""
-
-    number: int
-    num_active: int
-    counters: list[metrics.Counter]
-    vectors: list[metrics.Vector]
-    histograms: list[metrics.Histogram]
 
 
 type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget | Slept

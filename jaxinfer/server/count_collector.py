@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.server.api_process import ApiServer
-from jaxinfer.server.control import Answer, Collect, Report
+from jaxinfer.server.control import Answer, Ask, Collect, Report
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.shared_metrics import SharedMetrics
+from jaxinfer.server.shared_metrics import SharedMetrics, report
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ class CountCollector:
         for question in self._questions.values():
             question.answered(server.client)
 
-    async def answer(self, asker: ApiServer, asked: int) -> None:
-        """To an `Ask` of this number."""
+    async def answer(self, asker: ApiServer, asked: Ask) -> None:
         listening = [s for s in self._servers if s is not None and s.is_listening]
         number = next(self._numbers)
         question = self._questions[number] = _Question({s.client for s in listening})
@@ -59,7 +58,11 @@ class CountCollector:
         alive = {s.client for s in self._servers if s is not None}
         reports = self._shared.reports.items()
         num_active = sum(r.num_active for client, r in reports if client in alive)
-        asker.send(Answer(asked, self._text.render(), num_active))
+        if asked.counts:
+            counts = report(0, num_active, self._shared.snapshot())
+            asker.send(Answer(asked.number, b"", num_active, counts))
+        else:
+            asker.send(Answer(asked.number, self._text.render(), num_active))
 
 
 @dataclass(slots=True)

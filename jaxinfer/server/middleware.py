@@ -12,19 +12,20 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxinfer.server.anatomy import ANATOMY_PATH
 from jaxinfer.server.errors import ApiError, api_path
 from jaxinfer.server.serving import Serving
 
 
 class ApiKeys:
-    """`/v1` needs one of the keys, as a bearer token or as Anthropic's clients give it, in `x-api-key`; everything else is open, for probes and scrapers."""
+    """`/v1` and `/anatomy` need one of the keys, as a bearer token or as Anthropic's clients give it, in `x-api-key`; everything else is open, for probes and scrapers."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or not _is_api(scope):
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or not _needs_key(scope):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -42,6 +43,10 @@ class ApiKeys:
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error.response(scope)(scope, receive, send)
+
+
+def _needs_key(scope: Scope) -> bool:
+    return _is_api(scope) or api_path(scope) == ANATOMY_PATH
 
 
 def _is_api(scope: Scope) -> bool:

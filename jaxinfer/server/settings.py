@@ -40,6 +40,7 @@ class ServerSettings:
     enable_request_id_headers: bool = False
     enable_force_include_usage: bool = False
     disable_fastapi_docs: bool = False
+    disable_page: bool = False
     enable_log_requests: bool = False
     max_log_len: int = 0
     max_num_queued_reqs: int | None = None

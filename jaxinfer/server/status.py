@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
+from jaxinfer.metrics import Metric
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.metrics import CONTENT_TYPE, Metrics
 from jaxinfer.server.serving import Serving, now
@@ -17,6 +19,10 @@ class Numbers(Protocol):
 
     async def metrics(self) -> bytes:
         """In Prometheus' text format."""
+        ...
+
+    async def counts(self) -> Sequence[Metric]:
+        """The counters and histograms among them."""
         ...
 
     async def num_active(self) -> int:
@@ -34,6 +40,9 @@ class OwnNumbers:
 
     async def metrics(self) -> bytes:
         return self._metrics.render()
+
+    async def counts(self) -> Sequence[Metric]:
+        return self._serving.llm.metrics.snapshot()
 
     async def num_active(self) -> int:
         return self._serving.num_active

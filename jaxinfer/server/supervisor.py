@@ -212,7 +212,7 @@ class Supervisor:
         if isinstance(message, Report):
             self._counts.add(server, message)
         elif isinstance(message, Ask):
-            self._do(self._counts.answer(server, message.number))
+            self._do(self._counts.answer(server, message))
         elif isinstance(message, Keep):
             self._responses.keep(message.id, message.response)
             server.send(Kept(message.number, None, True))
