@@ -111,6 +111,34 @@ async def answers_and_exact_counts(server: ServerProcess) -> None:
         assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+async def anatomy_is_of_the_engine_that_is_asked_for(server: ServerProcess) -> None:
+    async def pictures() -> list[dict]:
+        return [(await fresh(server, f"/anatomy?engine={core}")).json() for core in (0, 1)]
+
+    async with client(server) as http:
+        tasks = await start_streams(http, 24, **LONG)
+        for _ in range(4):
+            found = await pictures()
+            assert [p["engine"] for p in found] == [0, 1] and found[0]["num_engines"] == 2
+            totals = [p["requests"]["num_running"] + p["requests"]["num_waiting"] for p in found]
+            assert sum(totals) == 24 and min(totals) > 0
+            listed = [{r["id"] for r in p["requests"]["running"]} for p in found]
+            assert not listed[0] & listed[1]
+        text = (await fresh(server, "/metrics")).text
+        first = by_engine(text, "time_to_first_token_seconds_count")
+        counts = [p["histograms"]["time_to_first_token_seconds"]["count"] for p in found]
+        assert counts == [first["0"], first["1"]]
+        assert (await fresh(server, "/anatomy?engine=2")).status_code == 400
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def nothing_is_left() -> bool:
+        return await num_unfinished(server) == 0
+
+    await eventually(nothing_is_left)
+
+
 async def all_sleep_and_wake_up(server: ServerProcess) -> None:
     async def states() -> dict[str, float]:
         text = (await fresh(server, "/metrics")).text
@@ -248,6 +276,7 @@ def test_two_api_servers_over_two_cores(model_dir, monkeypatch):
             answers_and_exact_counts,
             an_api_server_dies,
             a_core_dies,
+            anatomy_is_of_the_engine_that_is_asked_for,
             all_sleep_and_wake_up,
             responses_are_known_to_both,
             all_drain,
