@@ -180,7 +180,7 @@ def _requests(scheduler: Scheduler, now: float) -> Requests:
 
 def _blocks(pool: BlockPool) -> Blocks:
     states = pool.states()
-    counts = np.bincount(states, minlength=len(BlockState)).tolist()
+    free, cached, in_use, shared = np.bincount(states, minlength=len(BlockState)).tolist()
     per_cell = -(-len(states) // MAX_CELLS)
     starts = np.arange(0, len(states), per_cell)
 
@@ -188,7 +188,8 @@ def _blocks(pool: BlockPool) -> Blocks:
         found: list[int] = np.add.reduceat((states == state).astype(np.int32), starts).tolist()
         return found
 
-    return Blocks(len(states), *counts, BlockCells(per_cell, *map(cells, BlockState)))
+    in_cells = BlockCells(per_cell, *map(cells, BlockState))
+    return Blocks(len(states), free, cached, in_use, shared, in_cells)
 
 
 def _step(step: ScheduledStep, table: RowTable) -> StepPicture:
