@@ -112,7 +112,7 @@ def tab(
     found = Tab(context.new_page())
 
     def on_console(message: Any) -> None:
-        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+        if message.type == "error" and "Failed to load resource" not in message.text:
             found.errors.append(message.text)
 
     def on_response(response: Any) -> None:
