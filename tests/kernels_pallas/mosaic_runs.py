@@ -54,14 +54,16 @@ def with_fault(call: Call, module: str, edits: list[tuple[str, str]]) -> Call:
 def outcomes_of(
     request: pytest.FixtureRequest, calls: Mapping[str, Mapping[str, Call]], limit: int = 300
 ) -> dict[str, dict[str, Any]]:
-    """Of the calls that the selected tests of the requesting module need, by the tests' names.
+    """Of the calls that the tests of the requesting module need that are selected and not skipped, by the tests' names.
 
     `calls` are by name of the test function and by its parameter's id. Two run at a time, in processes of their own.
     """
     needed = {
         item.name: calls[item.originalname][item.callspec.id]
         for item in request.session.items
-        if item.path == request.path and item.originalname in calls
+        if item.path == request.path
+        and item.originalname in calls
+        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     }
     timeout = 60 + limit * len(needed)
     return job("mosaic_jobs:outcomes", timeout, QUICK_TO_COMPILE, calls=needed, limit=limit)
