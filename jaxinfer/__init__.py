@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfer.flat_logprobs import FlatLogprobs
     from jaxinfer.llm import LLM
     from jaxinfer.logits_processors import LogitsProcessor, RowState
+    from jaxinfer.lora_request import LoRARequest
     from jaxinfer.outputs import (
         CompletionOutput,
         Logprob,
@@ -33,6 +34,7 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "FlatLogprobs",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "RequestFailedError",
@@ -50,6 +52,7 @@ _MODULES = {
     "EngineArgs": "jaxinfer.engine_args",
     "EngineDeadError": "jaxinfer.engine.errors",
     "FlatLogprobs": "jaxinfer.flat_logprobs",
+    "LoRARequest": "jaxinfer.lora_request",
     "LogitsProcessor": "jaxinfer.logits_processors",
     "RowState": "jaxinfer.logits_processors",
     "RequestOutputKind": "jaxinfer.sampling_params",

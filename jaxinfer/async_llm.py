@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import msgspec
+
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxinfer.engine.client import EngineCoreClient, ThreadClient
 from jaxinfer.engine.messages import EngineCoreOutputs, Thinking
@@ -17,6 +19,7 @@ from jaxinfer.frontend.core_metrics import CoreMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
 from jaxinfer.frontend.processor import PreparedRequest, Prompt
 from jaxinfer.frontend.request_state import RequestState
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.request_stream import RequestStream
@@ -101,12 +104,13 @@ class AsyncLLM:
         priority: int = 0,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that `sampling_params.output_kind` says.
 
         A reader slower than the engine gets the outputs it missed in one. To leave the generator early, by `aclose`
         or cancellation, aborts the request. Several requests may have the same `request_id`. `add_special_tokens`
-        is False for text from a chat template.
+        is False for text from a chat template. `lora_request`: the adapter that the model runs with.
 
         Raises `ValueError` for a request that can't be run, `RequestFailedError` for one that fails on the way
         (every one does when the engine dies), and `EngineDeadError` when the engine had died before.
@@ -118,6 +122,7 @@ class AsyncLLM:
                 request_id,
                 priority,
                 add_special_tokens=add_special_tokens,
+                lora_request=lora_request,
             )
         )
         try:
@@ -135,10 +140,17 @@ class AsyncLLM:
         *,
         add_special_tokens: bool = True,
         thinking: Thinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
         """The first half of `generate`: tokenized and checked (`ValueError`), not started. Thread-safe."""
         return self.processor.prepare(
-            prompt, sampling_params, request_id, priority, add_special_tokens, thinking
+            prompt,
+            sampling_params,
+            request_id,
+            priority,
+            add_special_tokens,
+            thinking,
+            lora_request,
         )
 
     def submit(self, prepared: PreparedRequest) -> RequestStream:
@@ -171,6 +183,7 @@ class AsyncLLM:
         priority: int = 0,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """See `LLM.beam_search`. Raises as `generate`; to cancel it aborts what runs."""
         prepared = self.processor.prepare(prompt, None, None, priority, add_special_tokens)
@@ -178,7 +191,9 @@ class AsyncLLM:
         search = BeamSearch.of(prepared, params, eos, max_len)
         for _ in range(params.max_tokens):
             beams = [
-                self.processor.prepare(beam, search.step_params, None, priority)
+                self.processor.prepare(
+                    beam, search.step_params, None, priority, lora_request=lora_request
+                )
                 for beam in search.prompts
             ]
             if not beams:
@@ -200,24 +215,41 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes: requests that come from now on compute their prompts anew, also while others
         run. True: it is done."""
-        await asyncio.wrap_future(self._client.call("reset_prefix_cache"))
+        await self._call("reset_prefix_cache")
         return True
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`; with several cores, all of them have it then."""
+        return await self._call("add_lora", *msgspec.structs.astuple(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """See `LLM.remove_lora`."""
+        return await self._call("remove_lora", lora_id)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """See `LLM.pin_lora`."""
+        return await self._call("pin_lora", lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return {number for _, number, _ in await self._call("list_loras")}
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._client.call(name, *arguments))
 
     async def sleep(self, level: int = 1) -> None:
         """See `LLM.sleep`."""
-        await asyncio.wrap_future(self._client.call("sleep", level))
+        await self._call("sleep", level)
         self.metrics.slept(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `LLM.wake_up`."""
-        await asyncio.wrap_future(
-            self._client.call("wake_up", None if tags is None else list(tags))
-        )
+        await self._call("wake_up", None if tags is None else list(tags))
         if not await self.is_sleeping():
             self.metrics.slept(0)
 
     async def is_sleeping(self) -> bool:
-        return await asyncio.wrap_future(self._client.call("is_sleeping"))
+        return await self._call("is_sleeping")
 
     async def anatomy(self, core: int = 0) -> dict[str, Any]:
         """What is going on in an engine core, as `jaxinfer.engine.anatomy` describes it. Raises `EngineDeadError` where

@@ -51,6 +51,14 @@ _GROUPS: dict[str, dict[str, str]] = {
         "grammar_jump_ahead": "don't sample tokens that a grammar leaves no choice of",
         "grammar_jump_ahead_max_rows": "most requests in a step that does so (default: 8 on a CPU, 64 on a GPU)",
     },
+    "adapters": {
+        "enable_lora": "serve LoRA adapters of the model",
+        "max_loras": "most adapters in a step",
+        "max_lora_rank": "highest rank of an adapter",
+        "max_cpu_loras": "most adapters in the host's memory, at least max_loras (default: max_loras)",
+        "lora_dtype": "of their matrices: auto (the model's), float32, bfloat16 or float16",
+        "fully_sharded_loras": "not supported",
+    },
     "execution": {
         "disable_cascade_attn": "let each request attend to a beginning that it shares by itself",
         "cascade_min_rows": "fewest requests that attend to a shared beginning together",

@@ -118,6 +118,17 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """`max_loras` adapters of up to `max_lora_rank` are on the device, `max_cpu_loras` in the host's memory. `dtype`: of
+    their matrices."""
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class CompilationConfig:
     """`warmup`: "all" compiles every program before the first request, "lazy" each when first needed."""
 
@@ -139,6 +150,8 @@ class EngineConfig:
     """The bits of a request's logits depend neither on who shares its batch nor on how it was computed: in which chunks,
     after which prefix hits and preemptions."""
     speculative: SpeculativeConfig | None = None
+    lora: LoRAConfig | None = None
+    """None: no adapters."""
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -23,6 +23,7 @@ from jaxinfer.config import (
     EngineConfig,
     LoadConfig,
     LogprobsMode,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     PrefixCachingHashAlgo,
@@ -114,6 +115,12 @@ class EngineArgs:
     cascade_min_rows: int = CASCADE_MIN_ROWS
     cascade_min_tokens: int | None = None
     speculative_config: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
+    fully_sharded_loras: bool = False
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
@@ -132,7 +139,9 @@ class EngineArgs:
             at_least(name, 1)
         for name in ("max_num_batched_tokens", "kv_cache_memory_bytes", "tensor_parallel_size"):
             at_least(name, 1)
-        at_least("data_parallel_size", 1)
+        for name in ("data_parallel_size", "max_loras", "max_lora_rank"):
+            at_least(name, 1)
+        at_least("max_cpu_loras", self.max_loras)
         at_least("cascade_min_rows", 2)
         at_least("cascade_min_tokens", 1)
         at_least("grammar_jump_ahead_max_rows", 1)
@@ -147,6 +156,8 @@ class EngineArgs:
         for name, known in (
             ("dtype", tuple(_DTYPES)),
             ("kv_cache_dtype", tuple(_KV_CACHE_DTYPES)),
+            ("lora_dtype", tuple(_DTYPES)),
+            ("fully_sharded_loras", (False,)),
             ("load_format", ("auto", "safetensors", "gguf", "orbax", "dummy")),
             ("scheduling_policy", ("fcfs", "priority")),
             ("prefix_caching_hash_algo", ("sha256", "xxhash")),
@@ -239,6 +250,20 @@ class EngineArgs:
             ),
             deterministic=self.deterministic,
             speculative=speculative,
+            lora=self._lora(_DTYPES[self.dtype] or limits.checkpoint_dtype),
+        )
+
+    def _lora(self, dtype: str) -> LoRAConfig | None:
+        """`dtype`: the model's."""
+        if not self.enable_lora:
+            return None
+        if self.deterministic:
+            raise ValueError("enable_lora can't be combined with deterministic=True.")
+        return LoRAConfig(
+            self.max_loras,
+            self.max_lora_rank,
+            self.max_cpu_loras or self.max_loras,
+            _DTYPES[self.lora_dtype] or dtype,
         )
 
     def _prefix_caching(self, limits: ModelLimits) -> bool:

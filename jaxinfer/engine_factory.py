@@ -96,6 +96,7 @@ def build_frontend(
         generation_config(args.generation_config, reader),
         use_generation_defaults=args.generation_config != "vllm",
         origin=origin,
+        has_adapters=config.lora is not None,
     )
     return EngineFrontend(config, tokenizer, processor, TokenText(tokenizer))
 

@@ -9,6 +9,7 @@ from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from tqdm import tqdm
 
 from jaxinfer.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -21,6 +22,7 @@ from jaxinfer.frontend.metrics import EngineMetrics
 from jaxinfer.frontend.output_processor import OutputProcessor
 from jaxinfer.frontend.processor import PreparedRequest, Prompt, TextPrompt
 from jaxinfer.frontend.progress import BatchProgress
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestFailedError, RequestOutput
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from jaxinfer.frontend.tokenizer import Tokenizer
 
 type Message = dict[str, Any]
+type Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -67,19 +70,25 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        *,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the prompts' order.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt":
         only prompts of the same salt share cached prefixes). `sampling_params`: one for all, one per prompt, or None
-        for the model's own defaults. Lower priorities go first, if the engine schedules by priority.
+        for the model's own defaults. Lower priorities go first, if the engine schedules by priority. `lora_request`: the
+        adapter that the model runs with, one for all, or one or None per prompt.
 
         Raises `ValueError` before anything starts when one of the prompts can't be run, and `RequestFailedError`
         when all have ended but some with an error.
         """
         prompts = _prompt_list(prompts)
         return self._run(
-            self._prepare(prompts, sampling_params, priority, add_special_tokens=True), use_tqdm
+            self._prepare(
+                prompts, sampling_params, priority, lora_request, add_special_tokens=True
+            ),
+            use_tqdm,
         )
 
     def chat(
@@ -95,10 +104,12 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, formatted by the model's chat template or the one given.
 
         `cache_salt`, one for all or one per conversation: only those of the same salt share cached prefixes.
+        `lora_request`: see `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         template_args: dict[str, Any] = dict(chat_template_kwargs or {})
@@ -115,7 +126,10 @@ class LLM:
             text = self._tokenizer.apply_chat_template(list(conversation), **template_args)
             prompts.append(text if salt is None else TextPrompt(prompt=text, cache_salt=salt))
         return self._run(
-            self._prepare(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm
+            self._prepare(
+                prompts, sampling_params, priority, lora_request, add_special_tokens=False
+            ),
+            use_tqdm,
         )
 
     def beam_search(
@@ -123,11 +137,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = False,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The most likely completions of each prompt by beam search, best first.
 
         All beams of all prompts go forward together, one token a step; what they share is computed once, by the prefix
-        cache. Raises `ValueError` as `generate`, and where `max_logprobs` is below twice the `beam_width`.
+        cache. All run with the adapter `lora_request`. Raises `ValueError` as `generate`, and where `max_logprobs` is below twice the `beam_width`.
         """
         eos, max_len = self._processor.eos_token_ids, self.config.model.max_model_len
         searches = [
@@ -139,7 +155,11 @@ class LLM:
             beams = [beam for _, beams in open_ends for beam in beams]
             if not beams:
                 break
-            outputs = iter(self.generate(beams, searches[0].step_params, use_tqdm=False))
+            outputs = iter(
+                self.generate(
+                    beams, searches[0].step_params, use_tqdm=False, lora_request=lora_request
+                )
+            )
             for search, mine in open_ends:
                 if mine:
                     search.advance(list(islice(outputs, len(mine))))
@@ -161,6 +181,23 @@ class LLM:
         """Forget all cached prefixes: requests that come from now on compute their prompts anew. True: it is done."""
         self._client.call("reset_prefix_cache").result()
         return True
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter for requests that come from now on, again if it is known. Requests bring theirs along, so this
+        is only for having it read before. Raises `ValueError` for one that doesn't fit the model. True: it is there."""
+        return self._client.call("add_lora", *msgspec.structs.astuple(lora_request)).result()
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this `lora_int_id`. False: there was none."""
+        return self._client.call("remove_lora", lora_id).result()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory, whatever else is used. Raises `ValueError` for one that isn't there."""
+        return self._client.call("pin_lora", lora_id).result()
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of the adapters that were read."""
+        return {number for _, number, _ in self._client.call("list_loras").result()}
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory for something else (a training step). At level 1 the host keeps the weights; at level
@@ -199,10 +236,15 @@ class LLM:
         prompts: list[Prompt],
         params: Params,
         priority: int | Sequence[int] | None,
+        adapters: Adapters,
         add_special_tokens: bool,
     ) -> list[PreparedRequest]:
         each_params = _per_prompt("sampling_params", params, len(prompts))
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(prompts))
+        if not isinstance(adapters, LoRARequest):
+            adapters = _per_prompt("lora_request", adapters, len(prompts))
+        else:
+            adapters = [adapters] * len(prompts)
         prepared = []
         for i, prompt in enumerate(prompts):
             try:
@@ -212,6 +254,7 @@ class LLM:
                         each_params[i],
                         priority=priorities[i],
                         add_special_tokens=add_special_tokens,
+                        lora_request=adapters[i],
                     )
                 )
             except ValueError as error:

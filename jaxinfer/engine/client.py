@@ -193,7 +193,15 @@ class ThreadClient:
             elif isinstance(message, _Call):
                 _settle(message.future, self._core, message.name, message.arguments)
             else:
-                self._core.add_request(message)
+                self._add(message)
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        """A request that was checked can still be refused: its adapter is read here."""
+        try:
+            self._core.add_request(request)
+        except ValueError as error:
+            end = FinishedRequest(request.request_id, FinishReason.ERROR, str(error), True)
+            self._deliver(EngineCoreOutputs(finished=[end]))
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if outputs.finished:

@@ -30,11 +30,22 @@ from jaxinfer.engine.stats import HostSeconds, SchedulerStats
 from jaxinfer.engine.step_log import StepLog
 from jaxinfer.engine.token_masks import TokenMaskBuilder
 from jaxinfer.engine.work_meter import WorkMeter
+from jaxinfer.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
 NO_TOKEN_LEFT = "No token may be sampled: allowed_token_ids, bad_words, min_tokens and structured_outputs together exclude all of them."
-CALLS = ("reset_prefix_cache", "sleep", "wake_up", "is_sleeping", "anatomy")
+CALLS = (
+    "reset_prefix_cache",
+    "sleep",
+    "wake_up",
+    "is_sleeping",
+    "anatomy",
+    "add_lora",
+    "remove_lora",
+    "pin_lora",
+    "list_loras",
+)
 _GRAMMAR_WAIT_SECONDS = 0.01
 """How long a step waits when there is nothing to do but compile: those who step the core want to pass on messages."""
 _MEMORY_SECONDS = 1.0
@@ -54,7 +65,7 @@ class EngineCore:
         _check_cache(config, executor.num_blocks)
         self._config = config
         self._executor = executor
-        self.scheduler = Scheduler(config, executor.num_blocks)
+        self.scheduler = Scheduler(config, executor.num_blocks, executor)
         self._grammars = GrammarQueue(grammars)
         self._masks = TokenMaskBuilder(self.scheduler.table, grammars)
         overlap = config.scheduler.async_scheduling and config.speculative is None
@@ -83,11 +94,14 @@ class EngineCore:
         check_request(message, self._config.model)
         if message.grammar is not None:
             self._grammars.check_available()
+        if message.lora is not None:
+            self.scheduler.adapters.check_enabled()
         if self._executor.asleep:
             raise ValueError("The engine sleeps: wake it up before you send requests.")
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. Raises as `check_request`, and `ValueError` when its id is in use."""
+        """Queue a request. Raises as `check_request`, and `ValueError` when its id is in use or its adapter can't be
+        read."""
         self.check_request(message)
         if message.request_id in self.scheduler.requests:
             raise ValueError(f"request_id {message.request_id!r} is already in use.")
@@ -119,6 +133,7 @@ class EngineCore:
             self._read_oldest()
         self.reset_prefix_cache()
         self._executor.sleep(level)
+        self.scheduler.adapters.forget_slots()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave away: "weights" (read from the checkpoint again, after level 2), "kv_cache", or
@@ -136,6 +151,24 @@ class EngineCore:
         picture = take_anatomy(self.scheduler, self._step_log, self.is_sleeping())
         made: dict[str, Any] = msgspec.to_builtins(picture)
         return made
+
+    def add_lora(self, lora_name: str, lora_int_id: int, lora_path: str) -> bool:
+        """Read an adapter, again if it is known, for requests from now on. Raises `ValueError` where it doesn't fit."""
+        self.scheduler.adapters.add(LoRARequest(lora_name, lora_int_id, lora_path))
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; unfinished requests go on with it. False: it wasn't known."""
+        return self.scheduler.adapters.remove(lora_int_id)
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter on the host and in its slot. Raises `ValueError` for one that isn't known."""
+        return self.scheduler.adapters.pin(lora_int_id)
+
+    def list_loras(self) -> list[tuple[str, int, str]]:
+        """The fields of the `LoRARequest` of each adapter that is known."""
+        known = self.scheduler.adapters.known()
+        return [(a.lora_name, a.lora_int_id, a.lora_path) for a in known]
 
     def call(self, name: str, *arguments: Any) -> Any:
         """One of `CALLS` by its name, for clients that live elsewhere. Results are plain data."""
@@ -206,12 +239,20 @@ class EngineCore:
             FinishedRequest(r.request_id, FinishReason.ERROR, text, True) for r, text in failed
         ]
 
+    def _end_refused(self) -> None:
+        refused, self.scheduler.refused = self.scheduler.refused, []
+        self._failed += [
+            FinishedRequest(r.request_id, FinishReason.ERROR, text, True) for r, text in refused
+        ]
+        self.scheduler.finish(request for request, _ in refused)
+
     def _launch(self) -> bool:
         """Plan a step and start it on the device. False when there is nothing to compute."""
         start = time.perf_counter()
         reading = 0.0
         try:
             step = self.scheduler.schedule()
+            self._end_refused()
             if step is None:
                 return False
             planned = time.perf_counter()

@@ -66,7 +66,7 @@ class LoadBalancer:
         length = self._block_bytes
         while length <= len(data):
             # Python's hash is keyed anew in each process; a collision costs a detour at most.
-            yield hash((request.cache_salt, data[:length]))
+            yield hash((request.cache_salt, request.lora, data[:length]))
             length *= 2
 
     def _remember(self, prefixes: list[int], core: int) -> None:

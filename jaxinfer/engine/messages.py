@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from jaxinfer.engine.stats import SchedulerStats
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -44,7 +45,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
     frontend's business: it aborts the request here when one appears. Only requests of the same `cache_salt` share
     cached prefixes. The output follows `grammar`, in the notation of the grammar backend; with `thinking`, what comes
-    after the thoughts does.
+    after the thoughts does. The model runs with the adapter `lora`.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_salt: str | None = None
     grammar: str | None = None
     thinking: Thinking | None = None
+    lora: LoRARequest | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -43,6 +43,16 @@ class AdmittedRow:
     token_ids: Int32
     num_prompt_tokens: int
     sampling_params: SamplingParams
+    adapter_slot: int = 0
+    """Of those that `StepPlan.adapters` fill, from 1 on; 0: without an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """What `Executor.read_adapter` called `key` goes into `slot` (from 1 on), over what is there."""
+
+    slot: int
+    key: str
 
 
 MAX_PREFIX_GROUPS = 8
@@ -106,7 +116,8 @@ class StepPlan:
 
     `forced` are tokens of running rows that the host knows; they apply before anything is computed. `prefix_groups`
     may be given where each row computes one token. `drafts` is given in every step of an engine with speculation, and
-    in no step of another.
+    in no step of another. `adapters` apply before anything is computed, and after all of the steps before: no row of this
+    step or a later one has what was in these slots.
 
     `rows` is the same array object as the step before's where the batch hasn't changed.
     """
@@ -122,6 +133,7 @@ class StepPlan:
     forced: list[ForcedTokens] = field(default_factory=list)
     prefix_groups: PrefixGroups | None = None
     drafts: Drafts | None = None
+    adapters: list[AdapterLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -213,6 +225,15 @@ class Executor(Protocol):
     @property
     def asleep(self) -> Collection[str]:
         """Which of `SLEEP_TAGS` the device doesn't hold. Nothing may be executed until it is empty."""
+        ...
+
+    def read_adapter(self, path: str) -> str:
+        """Read the adapter in the folder `path` into the host's memory. Returns the key of its content: that of another
+        adapter is another, and of an equal one the same. Raises `ValueError` where it doesn't fit the model."""
+        ...
+
+    def drop_adapter(self, key: str) -> None:
+        """Free the host's memory of it; slots that hold it keep it."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -142,5 +142,9 @@ class PrefixCache:
 
 
 def _extras(request: Request) -> tuple[Extra, ...]:
-    salt = request.cache_salt
-    return () if salt is None else ((KeyTag.SALT.value, salt),)
+    extras: list[Extra] = []
+    if request.adapter is not None:
+        extras.append((KeyTag.ADAPTER.value, request.adapter))
+    if request.cache_salt is not None:
+        extras.append((KeyTag.SALT.value, request.cache_salt))
+    return tuple(extras)

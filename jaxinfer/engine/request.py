@@ -35,10 +35,13 @@ class Request:
     sampled when it was preempted. `max_total_tokens` bounds prompt and output together. `block_keys` are the keys of
     its first full blocks, as many as somebody has asked for; `num_cached_tokens` were found in the cache when it was
     last admitted. `num_overtaken` counts the requests that were admitted before it though they stood behind it.
-    `matcher` follows its grammar, and has accepted all of its output that has been read.
+    `matcher` follows its grammar, and has accepted all of its output that has been read. `adapter` is the key of the content
+    that `lora` names (see `Adapters`), and `adapter_slot` where that is while it runs.
     """
 
     __slots__ = (
+        "adapter",
+        "adapter_slot",
         "allowed_words",
         "arrival_index",
         "arrival_time",
@@ -47,6 +50,7 @@ class Request:
         "cache_salt",
         "eos_token_ids",
         "is_guided",
+        "lora",
         "matcher",
         "max_total_tokens",
         "min_tokens",
@@ -67,7 +71,13 @@ class Request:
         "thinking",
     )
 
-    def __init__(self, message: EngineCoreRequest, model: ModelConfig, arrival_index: int) -> None:
+    def __init__(
+        self,
+        message: EngineCoreRequest,
+        model: ModelConfig,
+        arrival_index: int,
+        adapter: str | None = None,
+    ) -> None:
         params = message.sampling_params
         num_prompt = len(message.prompt_token_ids)
         self.request_id = message.request_id
@@ -77,6 +87,9 @@ class Request:
         self.arrival_time = message.arrival_time
         self.arrival_index = arrival_index
         self.cache_salt = message.cache_salt
+        self.lora = message.lora
+        self.adapter = adapter
+        self.adapter_slot = 0
         # Logprobs of the prompt come from computing it.
         self.reads_prefix_cache = not params.skip_reading_prefix_cache and (
             params.prompt_logprobs is None

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.adapters import AdapterReader, Adapters
 from jaxinfer.engine.admission_order import AdmissionOrder, CacheAwareOrder, QueueOrder
 from jaxinfer.engine.admission_room import AdmissionRoom
 from jaxinfer.engine.block_hash import BlockKey
@@ -41,9 +42,12 @@ from jaxinfer.engine.step_outputs import StepUpdate
 
 class Scheduler:
     """Running requests first, in the order of admission, then waiting ones. See `jaxinfer.config.SchedulerConfig`
-    for the limits; `num_blocks` counts the padding block."""
+    for the limits; `num_blocks` counts the padding block. `reader` is what reads adapters, where the
+    engine has any."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, reader: AdapterReader | None = None
+    ) -> None:
         self._model = config.model
         self._config = config.scheduler
         num_rows = config.scheduler.max_num_seqs
@@ -61,6 +65,9 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if config.speculative is not None:
             self.speculation = Speculation(config.speculative, config, self.table)
+        self.adapters = Adapters(config.lora, reader, config.scheduler.max_overtakes)
+        self.refused: list[tuple[Request, str]] = []
+        """Waiting requests that have turned out not to be servable, and why; whoever takes them out ends them."""
         self.waiting = create_request_queue(config.scheduler.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -70,8 +77,11 @@ class Scheduler:
         self._forced: dict[int, ForcedTokens] = {}
 
     def add_request(self, message: EngineCoreRequest) -> Request:
-        """A request with a grammar waits for `start` before it queues."""
-        request = Request(message, self._model, self._num_arrived)
+        """A request with a grammar waits for `start` before it queues. Raises `ValueError` for an adapter that can't be
+        read."""
+        adapter = None if message.lora is None else self.adapters.key_of(message.lora)
+        request = Request(message, self._model, self._num_arrived, adapter)
+        self.adapters.expect(request)
         self._num_arrived += 1
         self.requests[request.request_id] = request
         if request.state is RequestState.WAITING:
@@ -96,6 +106,7 @@ class Scheduler:
         for request in ended:
             request.state = RequestState.FINISHED
             del self.requests[request.request_id]
+            self.adapters.forget(request)
         if running:
             self._keep_running()
 
@@ -166,6 +177,8 @@ class Scheduler:
             prefix_cache_hits=self.prefix_cache.num_hits,
             spec_decode=update.spec_decode,
             num_deferred=len(self.requests) - len(self.running) - len(self.waiting),
+            running_adapters=self.adapters.running,
+            waiting_adapters=self.adapters.waiting,
         )
         self._num_preemptions = 0
         self.prefix_cache.num_queries = self.prefix_cache.num_hits = 0
@@ -245,6 +258,7 @@ class Scheduler:
             self._forced.pop(request.row, None)
             self.kv.free(request.row)
             self.table.release(request)
+            self.adapters.leave(request)
         return self.kv.pool.num_free - num_free
 
     def _admit(self, counts: Int32, entries: list[TableEntries]) -> tuple[list[Request], Int32]:
@@ -267,18 +281,25 @@ class Scheduler:
         coming: set[BlockKey] = set()
         for i in np.flatnonzero(unfinished).tolist():
             coming.update(cache.coming(batch.requests[i]))
+        self.adapters.begin_step()
         order = self._admission_order()
         new_counts = []
         while budget > 0 and table.num_free and (request := order.next()) is not None:
             if request.num_in_flight:
                 break
+            if not self.adapters.may_enter(request):
+                continue
             found = cache.find(request)
             if cache.waits_for(request, found.num_blocks, coming):
+                continue
+            if not self._adapter_is_there(request):
+                order.take(request)
                 continue
             num_tokens = request.num_known_tokens
             if not room.take(found, num_tokens):
                 break
             order.take(request)
+            self.adapters.enter(request)
             request.num_cached_tokens = num_cached = found.num_blocks * kv.block_size
             count = num_tokens - num_cached
             count = min(count, budget, config.long_prefill_token_threshold or count)
@@ -297,6 +318,14 @@ class Scheduler:
             self._running_batch = None
             counts = np.concatenate([counts, np.array(new_counts, np.int32)])
         return admitted, counts
+
+    def _adapter_is_there(self, request: Request) -> bool:
+        try:
+            self.adapters.prepare(request)
+        except ValueError as error:
+            self.refused.append((request, str(error)))
+            return False
+        return True
 
     def _admission_order(self) -> AdmissionOrder:
         if not self._config.cache_aware or len(self.waiting) == 1:
@@ -329,7 +358,13 @@ class Scheduler:
         table.num_tokens[rows] = num_tokens + samples
         plan = StepPlan(
             admitted=[
-                AdmittedRow(r.row, r.known_token_ids, len(r.prompt_token_ids), r.sampling_params)
+                AdmittedRow(
+                    r.row,
+                    r.known_token_ids,
+                    len(r.prompt_token_ids),
+                    r.sampling_params,
+                    r.adapter_slot,
+                )
                 for r in admitted
             ],
             rows=rows,
@@ -342,6 +377,7 @@ class Scheduler:
             forced=list(self._forced.values()),
             prefix_groups=groups,
             drafts=drafts,
+            adapters=self.adapters.take_loads(),
         )
         self._forced = {}
         now = time.monotonic() if admitted else 0.0

@@ -50,7 +50,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     Since then, too: `prefix_cache_queries` tokens of requests that were admitted for the first time and may read the
     prefix cache, `prefix_cache_hits` of which were found there, and the core's `seconds`. `num_compilations` are the
     executor's since it was ready; `memory` is there now and then. `spec_decode` is the step's, None where it verified
-    nothing."""
+    nothing. `running_adapters` and `waiting_adapters` are the names of those that requests run and wait with."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -65,3 +65,5 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     memory: DeviceMemory | None = None
     spec_decode: SpecDecodeStats | None = None
     num_deferred: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []

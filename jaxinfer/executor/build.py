@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.executor.adapters import DeviceAdapters, MakeAdapters
 from jaxinfer.executor.executor import MeshExecutor
 from jaxinfer.executor.load_decoder import load_decoder
+from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.speculative.load import make_drafter
 from jaxinfer.logits_processors import LogitsProcessor
+from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
 from jaxinfer.weights.reader import CheckpointReader
 
@@ -29,4 +32,17 @@ def build_executor(
     """
     load = partial(load_decoder, config, model, reader)
     drafter = None if draft_reader is None else partial(make_drafter, config, draft_reader)
-    return MeshExecutor(config, model.spec, load, processors, drafter)
+    return MeshExecutor(
+        config, model.spec, load, processors, drafter, _make_adapters(config, model)
+    )
+
+
+def _make_adapters(config: EngineConfig, model: ModelDescription) -> MakeAdapters | None:
+    if config.lora is None:
+        return None
+    lora = config.lora
+
+    def make(decoder: FunctionalDecoder, cache: ProgramCache) -> DeviceAdapters:
+        return DeviceAdapters(lora, decoder, model.checkpoint_plan(decoder.dims), cache)
+
+    return make

@@ -28,7 +28,7 @@ def num_blocks_for(
     shapes = [programs.decoder.kv_cache_shapes(1, block_size)]
     states = programs.decoder.kv_cache_shapes(0, block_size, programs.num_slots)
     state_bytes = sum(map(device_bytes, jax.tree.leaves(states)))
-    weights = list(leaves)
+    weights = [*leaves, *jax.tree.leaves(programs.adapters)]
     if drafter is not None:
         shapes.append(drafter.kv_cache_shapes(1))
         weights += drafter.leaves

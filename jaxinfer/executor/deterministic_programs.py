@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxinfer.executor.buckets import StepShape
 from jaxinfer.executor.compiler_options import deterministic_options, forward_options
-from jaxinfer.executor.input_batch import PackedLayout
 from jaxinfer.executor.logprobs import token_logprobs
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler_features import SamplerFeatures, logprob_ids_width
@@ -51,7 +50,8 @@ class DeterministicPrograms(Programs):
             list(self.decoder.leaves.values()),
             self.decoder.kv_cache_shapes(self.num_blocks, self.block_size),
             self._array((self.num_rows + 1,), np.int32),
-            self._array((PackedLayout(shape, len(self.decoder.groups)).size,), np.int32),
+            self._array((self._packed_size(shape),), np.int32),
+            self.adapters,
         )
 
     def lower_logits(self) -> jax.stages.Lowered:

@@ -18,6 +18,7 @@ from jaxinfer.engine.plan import SLEEP_TAGS, StepHandle, StepPlan, TokenMask
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.executor import accounting, kv_cache
+from jaxinfer.executor.adapters import DeviceAdapters, MakeAdapters
 from jaxinfer.executor.buckets import BucketLadder
 from jaxinfer.executor.cache_size import num_blocks_for
 from jaxinfer.executor.deterministic_programs import TILE_TOKENS, DeterministicPrograms
@@ -67,6 +68,7 @@ class MeshExecutor:
         load: LoadLeaves,
         processors: Mapping[str, LogitsProcessor] | None = None,
         make_drafter: MakeDrafter | None = None,
+        make_adapters: MakeAdapters | None = None,
     ) -> None:
         _check_attention(config, spec)
         compiled_in = LogitsProcessors(processors, spec.vocab_size) if processors else None
@@ -90,6 +92,7 @@ class MeshExecutor:
         drafter = None
         if make_drafter is not None:
             drafter = make_drafter(decoder, _drafter_setting(config, decoder, ladder, self._cache))
+        adapters = None if make_adapters is None else make_adapters(decoder, self._cache)
         start = time.perf_counter()
         leaves = load(decoder)
         if drafter is not None:
@@ -116,10 +119,11 @@ class MeshExecutor:
             num_drafts=config.speculative.num_speculative_tokens if config.speculative else 0,
             draws_drafts=drafter is not None and drafter.setting.choice.random,
             stream_layers=drafter.aux_layers if drafter else (),
+            adapters=adapters and adapters.shapes,
         )
         num_blocks = num_blocks_for(config, programs, leaves, drafter, memory)
         programs = replace(programs, num_blocks=num_blocks)
-        self.runner = _create_runner(config, programs, leaves, drafter)
+        self.runner = _create_runner(config, programs, leaves, drafter, adapters)
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
@@ -167,11 +171,21 @@ class MeshExecutor:
     def sample_tokens(self, mask: TokenMask | None) -> StepHandle:
         return self.runner.sample_tokens(mask)
 
+    def read_adapter(self, path: str) -> str:
+        assert self.runner.adapters is not None
+        return self.runner.adapters.read(path)
+
+    def drop_adapter(self, key: str) -> None:
+        assert self.runner.adapters is not None
+        self.runner.adapters.drop(key)
+
     @property
     def asleep(self) -> set[str]:
         return self._asleep
 
     def sleep(self, level: int) -> None:
+        if self.runner.adapters is not None and "weights" not in self._asleep:
+            self.runner.adapters.drop_stacks()
         for resident in self._residents:
             if "weights" not in self._asleep:
                 resident.drop_weights(keep=level == 1)
@@ -180,6 +194,8 @@ class MeshExecutor:
         self._asleep = set(SLEEP_TAGS)
 
     def wake_up(self, tags: Collection[str]) -> None:
+        if self.runner.adapters is not None and "weights" in self._asleep & set(tags):
+            self.runner.adapters.restore_stacks()
         for tag in sorted(self._asleep & set(tags), reverse=True):
             for resident in self._residents:
                 if tag == "weights":
@@ -273,6 +289,7 @@ def _create_runner(
     programs: Programs,
     leaves: list[jax.Array],
     drafter: ModelDrafter | None,
+    adapters: DeviceAdapters | None,
 ) -> ModelRunner:
     num_rows, block_size = programs.num_rows, programs.block_size
     # Too few blocks are the engine core's to refuse: it knows what a request needs.
@@ -296,6 +313,7 @@ def _create_runner(
             programs.ladder,
             programs.num_blocks if os.environ.get(CHECK_BATCHES) == "1" else None,
             len(programs.decoder.groups),
+            adapters is not None,
         ),
         sampling_rows=SamplingRows(
             num_rows,
@@ -305,6 +323,7 @@ def _create_runner(
             processors=programs.processors,
         ),
         drafting=None if drafter is None else Drafting(drafter, programs.decoder.spec.vocab_size),
+        adapters=adapters,
     )
 
 

@@ -25,11 +25,12 @@ class PackedLayout:
     """Where each input of a step lies in the one int32 vector that carries them all to the device.
 
     One transfer a step instead of seven. The device side slices it at these static, aligned offsets. Each group of layers
-    has slots and block tables of its own, see `table_names`.
+    has slots and block tables of its own, see `table_names`. What engines with adapters add comes last.
     """
 
     shape: StepShape
     num_groups: int = 1
+    has_adapters: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,6 +51,8 @@ class PackedLayout:
             sizes["prefix_start_loc"] = num_prefixes + 1
             sizes["prefix_lens"] = num_prefixes
             sizes["prefix_tables"] = num_prefixes * num_pages
+        if self.has_adapters:
+            sizes["adapter_slots"] = num_tokens
         return sizes
 
     @property
@@ -113,6 +116,7 @@ class InputBatch:
         ladder: BucketLadder,
         num_blocks: int | None = None,
         num_groups: int = 1,
+        has_adapters: bool = False,
     ):
         self.num_rows = num_rows
         self.block_size = block_size
@@ -123,6 +127,7 @@ class InputBatch:
         self.num_known = np.zeros(num_rows + 1, np.int32)
         self.admitted: list[AdmittedRow | None] = [None] * num_rows
         self.forced: dict[int, ForcedTokens] = {}
+        self.adapter_slots = np.zeros(num_rows + 1, np.int32) if has_adapters else None
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan's admissions, forced tokens and new block-table entries."""
@@ -130,6 +135,8 @@ class InputBatch:
             self.admitted[row.row] = row
             self.num_known[row.row] = len(row.token_ids)
             self.forced.pop(row.row, None)
+            if self.adapter_slots is not None:
+                self.adapter_slots[row.row] = row.adapter_slot
         for forced in plan.forced:
             self.forced[forced.row] = forced
             self.num_known[forced.row] = forced.start + len(forced.token_ids)
@@ -150,7 +157,7 @@ class InputBatch:
         shape = self.ladder.shape(
             num_tokens, num_rows, num_pages, grouped=plan.prefix_groups is not None
         )
-        layout = PackedLayout(shape, len(self.group_tables))
+        layout = PackedLayout(shape, len(self.group_tables), self.adapter_slots is not None)
         packed = np.zeros(layout.size, np.int32)
         to = layout.views(packed)
 
@@ -163,6 +170,8 @@ class InputBatch:
             positions = np.arange(num_tokens) + (plan.num_computed - first_token)[index]
             token_rows = plan.rows[index]
         to["positions"][:num_tokens] = positions
+        if self.adapter_slots is not None:
+            to["adapter_slots"][:num_tokens] = self.adapter_slots[token_rows]
         to["query_start_loc"][1 : num_rows + 1] = ends
         to["query_start_loc"][num_rows + 1 :] = num_tokens
         to["seq_lens"][:num_rows] = seq_lens

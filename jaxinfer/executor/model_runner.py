@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jaxinfer.engine.plan import LogprobArrays, StepPlan, StepResult, TokenMask
+from jaxinfer.executor.adapters import DeviceAdapters
 from jaxinfer.executor.buckets import StepShape
-from jaxinfer.executor.input_batch import InputBatch
+from jaxinfer.executor.input_batch import InputBatch, PackedLayout
 from jaxinfer.executor.logprobs import TokenLogprobs
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.sampler import INVALID_TOKEN
@@ -103,6 +104,7 @@ class ModelRunner:
     batch: InputBatch
     sampling_rows: SamplingRows
     drafting: Drafting | None = None
+    adapters: DeviceAdapters | None = None
     _pending: LaunchedForward | None = field(default=None, init=False)
 
     def execute_model(self, plan: StepPlan) -> None:
@@ -110,7 +112,10 @@ class ModelRunner:
         self._pending = self._launch(plan)
 
     def _take_over(self, plan: StepPlan) -> None:
-        """Bring the mirror of the scheduler's rows up to the plan."""
+        """Bring the mirror of the scheduler's rows, and the slots of adapters, up to the plan."""
+        for load in plan.adapters:
+            assert self.adapters is not None, "the plan has adapters, the engine none"
+            self.adapters.fill(load.slot, load.key)
         for admitted in plan.admitted:
             self.sampling_rows.set_row(
                 admitted.row,
@@ -122,7 +127,10 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> LaunchedForward:
         shape, packed = self.batch.pack(plan)
-        out = self.programs.forward(shape)(self.leaves, self.kv_cache, self.last_tokens, packed)
+        stacks = None if self.adapters is None else self.adapters.stacks
+        out = self.programs.forward(shape)(
+            self.leaves, self.kv_cache, self.last_tokens, packed, stacks
+        )
         self.kv_cache = out.kv_cache
         return LaunchedForward(plan, shape, packed, out)
 
@@ -241,7 +249,8 @@ class ModelRunner:
         step = DraftStep(
             plan=plan,
             shape=shape,
-            packed=packed,
+            # Drafters have no adapters.
+            packed=packed[: PackedLayout(shape).size],
             hidden=out.tokens,
             embed=self.programs.decoder.embedding(self.leaves),
             aux_hidden=out.streams,
@@ -261,6 +270,8 @@ class ModelRunner:
         if self.drafting is not None:
             self.programs.cache.compile_all(self.drafting.jobs(), progress)
         self.programs.sampler_state.compile_updates()
+        if self.adapters is not None:
+            self.adapters.warm_up()
 
     @property
     def _head(self) -> Head:

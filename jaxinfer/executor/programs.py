@@ -36,6 +36,7 @@ from jaxinfer.executor.speculative.verification import DraftedPositions
 from jaxinfer.executor.step_functions import forward_step, sample_step, score_prompt
 from jaxinfer.models.decoder import Head
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.lora import AdapterStacks
 from jaxinfer.parallel.mesh import replicated
 
 
@@ -59,6 +60,8 @@ class Programs:
     """Whether drafts come with the probabilities that they were drawn with."""
     stream_layers: tuple[int, ...] = ()
     """What a drafter wants to see of the model: see `forward_step`."""
+    adapters: AdapterStacks | None = None
+    """Shapes, in an engine with adapters."""
 
     @property
     def num_slots(self) -> int:
@@ -106,8 +109,12 @@ class Programs:
             list(self.decoder.leaves.values()),
             self.kv_cache_shapes(),
             self._array((self.num_rows + 1,), np.int32),
-            self._array((PackedLayout(shape, len(self.decoder.groups)).size,), np.int32),
+            self._array((self._packed_size(shape),), np.int32),
+            self.adapters,
         )
+
+    def _packed_size(self, shape: StepShape) -> int:
+        return PackedLayout(shape, len(self.decoder.groups), self.adapters is not None).size
 
     def lower_sample(self, num_rows: int, features: SamplerFeatures) -> jax.stages.Lowered:
         step = partial(sample_step, self.decoder, features, self.logprobs_mode, self.processors)

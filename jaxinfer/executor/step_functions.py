@@ -22,6 +22,7 @@ from jaxinfer.executor.sampling_rows import ACTIVE, ROW
 from jaxinfer.models.batch import PageTables, RaggedBatch
 from jaxinfer.models.decoder import Head, KVCache
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.lora import AdapterStacks
 from kernels_pallas import SharedPrefixes
 
 
@@ -51,6 +52,7 @@ def forward_step(
     kv_cache: KVCache,
     last_tokens: jax.Array,
     packed: jax.Array,
+    adapters: AdapterStacks | None = None,
     *,
     stream_layers: tuple[int, ...] = (),
     batch_invariant: bool = False,
@@ -58,7 +60,7 @@ def forward_step(
     """Run the model over the batch in `packed` (see `PackedLayout`); `kv_cache` is donated. The output has the streams
     that enter `stream_layers`."""
     num_groups = len(decoder.groups)
-    step = PackedLayout(shape, num_groups).views(packed)
+    step = PackedLayout(shape, num_groups, adapters is not None).views(packed)
     # A token that only the device has is its row's only one, and rows of one token come first: token t is row t's.
     row_of_token = jnp.minimum(jnp.arange(shape.num_tokens), shape.num_rows - 1)
     fed = last_tokens[step["rows"]][row_of_token]
@@ -66,7 +68,11 @@ def forward_step(
     batch = batch_of(shape, step, token_ids, num_groups, batch_invariant=batch_invariant)
     if decoder.spec.has_states:
         batch = replace(batch, state_slots=step["rows"])
-    hidden, streams, kv_cache = decoder.forward_with_streams(leaves, batch, kv_cache, stream_layers)
+    if adapters is not None:
+        batch = replace(batch, adapter_slots=step["adapter_slots"])
+    hidden, streams, kv_cache = decoder.forward_with_streams(
+        leaves, batch, kv_cache, stream_layers, adapters
+    )
     last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
     return ForwardOutput(hidden[last], hidden, kv_cache, streams)
 

@@ -15,6 +15,7 @@ from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, ModelConfig
 from jaxinfer.engine.messages import EngineCoreRequest, Thinking
 from jaxinfer.frontend.parallel_sampling import expand
 from jaxinfer.logits_processors import EXTRA_ARG, complete_request
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -71,6 +72,7 @@ class Processor:
         generation_config: dict[str, Any] | None = None,
         use_generation_defaults: bool = True,
         origin: str = "",
+        has_adapters: bool = False,
     ) -> None:
         """`generation_config` is the checkpoint's: its end-of-sequence ids always count, its sampling defaults when
         `use_generation_defaults`. `origin` ends all ids, where several processors send to one core."""
@@ -84,6 +86,7 @@ class Processor:
         """By name, those that the checkpoint sets."""
         self._counter = itertools.count()
         self._origin = origin
+        self._has_adapters = has_adapters
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies when a caller passes no sampling parameters."""
@@ -97,6 +100,7 @@ class Processor:
         priority: int = 0,
         add_special_tokens: bool = True,
         thinking: Thinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
         """Raises `ValueError` for whatever the model can't do. `add_special_tokens` is for a text prompt: False when
         it went through a chat template, which has put them already. `thinking`: a grammar begins after it."""
@@ -118,6 +122,7 @@ class Processor:
             cache_salt=_cache_salt(prompt),
             grammar=_grammar(params),
             thinking=thinking,
+            lora=self._checked_adapter(lora_request),
         )
         return PreparedRequest(
             request_id=number if request_id is None else request_id,
@@ -127,6 +132,13 @@ class Processor:
             arrival_time=arrival_time,
             core_requests=expand(core_request),
         )
+
+    def _checked_adapter(self, adapter: LoRARequest | None) -> LoRARequest | None:
+        if adapter is not None and not isinstance(adapter, LoRARequest):
+            raise ValueError(f"lora_request must be a LoRARequest, got {adapter!r}.")
+        if adapter is not None and not self._has_adapters:
+            raise ValueError("lora_request needs an engine with enable_lora=True.")
+        return adapter
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_spec import KV_PAGE_AXES
 from jaxinfer.models.layers import constrain, leaf, linear, num_partial_sums, product_dtype, scaled
+from jaxinfer.models.lora import LayerAdapters, add_updates, has_updates
 from jaxinfer.models.norms import add_norm_leaves, norm_of
 from jaxinfer.models.rope import Rotation, no_rotation
 from jaxinfer.models.sharded_dims import ShardedHeads
@@ -71,18 +72,29 @@ class Attention(nnx.Module):
         self.quantized_cache = quantized(kv_dtype)
 
     def __call__(
-        self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
+        self,
+        x_te: jax.Array,
+        kv_pages: KVPages,
+        batch: RaggedBatch,
+        rope: Rotation,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, KVPages]:
         """[T, input_dim] -> [T, E] or [S, T, E] partial sums, and the pages with the batch's keys and values written."""
-        attended, kv_pages = self.attended(x_te, kv_pages, batch, rope)
-        return self.project(attended), kv_pages
+        attended, kv_pages = self.attended(x_te, kv_pages, batch, rope, adapters)
+        return self.project(attended, adapters), kv_pages
 
     def attended(
-        self, x_te: jax.Array, kv_pages: KVPages, batch: RaggedBatch, rope: Rotation
+        self,
+        x_te: jax.Array,
+        kv_pages: KVPages,
+        batch: RaggedBatch,
+        rope: Rotation,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, KVPages]:
         """What the output projection takes, [T, K, G, H] in `x_te`'s dtype, and the pages."""
         dtype = product_dtype(self.mesh, x_te.dtype)
         qkv = linear(x_te, self.qkv[...], dtype)  # [T, K, G+2, H]
+        qkv = add_updates(qkv, adapters, "qkv", x_te)
         if self.spec.qkv_bias:
             qkv += self.qkv_bias[...].astype(dtype)
         if self.spec.qkv_clip is not None:
@@ -91,17 +103,19 @@ class Attention(nnx.Module):
             qkv, rope = self._norm_queries_and_keys(qkv, rope)
         attended, kv_pages = self._attend(qkv, kv_pages, batch, rope, x_te.dtype)
         if self.spec.gated:
-            gate = jax.nn.sigmoid(linear(x_te, self.gate[...]))  # [T, K, G, H]
-            attended = (attended * gate).astype(x_te.dtype)
+            gate = add_updates(linear(x_te, self.gate[...]), adapters, "gate", x_te)
+            attended = (attended * jax.nn.sigmoid(gate)).astype(x_te.dtype)  # [T, K, G, H]
         return attended, kv_pages
 
-    def project(self, attended: jax.Array) -> jax.Array:
+    def project(self, attended: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """[T, K, G, H] -> [T, E] or [S, T, E] partial sums."""
         weight, dtype = self.o[...], product_dtype(self.mesh, attended.dtype)
         sizes = weight.shape[0], prod(weight.shape[1:])
-        parts = 1 if self.spec.o_bias else num_partial_sums(self.mesh, len(attended), *sizes)
+        whole = self.spec.o_bias or has_updates(adapters, "o")
+        parts = 1 if whole else num_partial_sums(self.mesh, len(attended), *sizes)
         out = linear(attended, weight, dtype, num_in_axes=3, num_partial_sums=parts)
         out = constrain(out, self.mesh, (None, "embed"))
+        out = add_updates(out, adapters, "o", attended)
         if self.spec.o_bias:
             out += self.o_bias[...].astype(dtype)
         return scaled(out, self.spec.out_scale)

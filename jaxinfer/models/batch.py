@@ -51,6 +51,9 @@ class RaggedBatch:
     """[R] int32, where each row's request keeps the states of layers that have some; the last slot for padding rows.
     None: the model has no such layers."""
 
+    adapter_slots: jax.Array | None = None
+    """[T] int32, 0 for a token without an adapter: see `lora.LayerAdapters`. None: the model runs without any."""
+
     def of_group(self, group: int) -> RaggedBatch:
         """The batch as the layers of a group see it."""
         if group == 0:

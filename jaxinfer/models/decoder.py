@@ -16,6 +16,7 @@ from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.latent_attention import LatentAttention, LatentPages
 from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.layers import constrain, leaf, linear, scaled
+from jaxinfer.models.lora import AdapterStacks, LayerAdapters
 from jaxinfer.models.mlp import make_mlp
 from jaxinfer.models.moe import MoeMlp
 from jaxinfer.models.moe_spec import MoeSpec
@@ -83,6 +84,7 @@ class DecoderLayer(nnx.Module):
         cache: PagesAndStates,
         batch: RaggedBatch,
         rope: Rotation,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, jax.Array, PagesAndStates]:
         """The residual stream, its norm for whoever comes next, and the cache.
 
@@ -94,33 +96,43 @@ class DecoderLayer(nnx.Module):
         attention_post, mlp_pre, mlp_post = map(
             self.norm_named, ("attention_post_norm", "mlp_norm", "mlp_post_norm")
         )
-        update, cache = self._mixed(h_te, cache, batch, rope)
+        update, cache = self._mixed(h_te, cache, batch, rope, adapters)
+        mlp = partial(self._mlp, batch=batch, adapters=adapters)
         match self.spec.norms:
             case _ if update is None:
-                x_te, h_te = add(x_te, *self._scaled(self._mlp(h_te, batch), mlp_post), next_norm)
+                x_te, h_te = add(x_te, *self._scaled(mlp(h_te), mlp_post), next_norm)
             case _ if self.spec.mlp is None:
                 x_te, h_te = add(x_te, *self._scaled(update, attention_post), next_norm)
             case "parallel" | "parallel_shared":
                 mlp_input = h_te if mlp_pre is None else mlp_pre(x_te).astype(x_te.dtype)
-                update = sum_of_parts(update) + sum_of_parts(self._mlp(mlp_input, batch))
+                update = sum_of_parts(update) + sum_of_parts(mlp(mlp_input))
                 x_te, h_te = add(x_te, *self._scaled(update), next_norm)
             case "sum":
                 _, x_te = add(x_te, *self._scaled(update), attention_post)
-                _, x_te = add(x_te, *self._scaled(self._mlp(x_te, batch)), mlp_post)
+                _, x_te = add(x_te, *self._scaled(mlp(x_te)), mlp_post)
                 h_te = x_te if next_norm is None else next_norm(x_te).astype(x_te.dtype)
             case _:
                 x_te, h_te = add(x_te, *self._scaled(update, attention_post), mlp_pre)
-                x_te, h_te = add(x_te, *self._scaled(self._mlp(h_te, batch), mlp_post), next_norm)
+                x_te, h_te = add(x_te, *self._scaled(mlp(h_te), mlp_post), next_norm)
         return x_te, h_te, cache
 
     def _mixed(
-        self, h_te: jax.Array, cache: PagesAndStates, batch: RaggedBatch, rope: Rotation
+        self,
+        h_te: jax.Array,
+        cache: PagesAndStates,
+        batch: RaggedBatch,
+        rope: Rotation,
+        adapters: LayerAdapters | None,
     ) -> tuple[jax.Array | None, PagesAndStates]:
         """What the tokens learn of others, by attention and from states; [T, E] or [S, T, E] partial sums."""
         kv_pages, states = cache
         updates = []
         if self.spec.attention is not None:
-            update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+            if isinstance(self.attention, LatentAttention):
+                update, kv_pages = self.attention(h_te, kv_pages, batch, rope)
+            else:
+                own = adapters and adapters.of_module("attention")
+                update, kv_pages = self.attention(h_te, kv_pages, batch, rope, own)
             updates.append(update)
         if self.spec.state is not None:
             update, states = self.state(h_te, states, batch)
@@ -129,11 +141,13 @@ class DecoderLayer(nnx.Module):
             return updates[0] if updates else None, (kv_pages, states)
         return sum(map(sum_of_parts, updates)), (kv_pages, states)
 
-    def _mlp(self, x_te: jax.Array, batch: RaggedBatch) -> jax.Array:
+    def _mlp(
+        self, x_te: jax.Array, batch: RaggedBatch, adapters: LayerAdapters | None
+    ) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
         if isinstance(self.mlp, MoeMlp):
             return self.mlp(x_te, batch.query_start_loc[-1])
-        return self.mlp(x_te)
+        return self.mlp(x_te, adapters and adapters.of_module("mlp"))
 
     def _scaled(self, update: jax.Array, norm: Norm | None = None) -> tuple[jax.Array, Norm | None]:
         """What joins the stream, and the norm that remains to be done before it does."""
@@ -153,9 +167,10 @@ def _run_layer(
     cache: PagesAndStates,
     batch: RaggedBatch,
     rope: Rotation,
+    adapters: LayerAdapters | None,
 ) -> tuple[jax.Array, jax.Array, PagesAndStates]:
     """One layer as a function of its own: layers with equal graphdefs are traced and lowered once per step."""
-    return nnx.merge(graphdef, state)(x_te, h_te, next_norm, cache, batch, rope)
+    return nnx.merge(graphdef, state)(x_te, h_te, next_norm, cache, batch, rope, adapters)
 
 
 class Decoder(nnx.Module):
@@ -201,10 +216,12 @@ class Decoder(nnx.Module):
         batch: RaggedBatch,
         kv_cache: KVCache,
         streams: dict[int, jax.Array] | None = None,
+        adapters: AdapterStacks | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """The hidden states [T, E] after the final norm, and the cache with the batch's keys and values.
 
-        `streams`, where given, receives by layer the residual stream [T, E] that enters it.
+        `streams`, where given, receives by layer the residual stream [T, E] that enters it. `adapters` are those that the
+        batch's `adapter_slots` name.
         """
         x_te = self._embedded(batch)
         rope_keys = [_rotation_key(layer) for layer in self.spec.layers]
@@ -234,6 +251,7 @@ class Decoder(nnx.Module):
                 ),
                 batches[group],
                 ropes[rope_keys[i]],
+                None if adapters is None else LayerAdapters(adapters[i], batch.adapter_slots),
             )
             if place is not None:
                 pages[place] = cache[0]

@@ -14,6 +14,7 @@ from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.cache_spec import CacheArray, LayerCache, layer_caches
 from jaxinfer.models.decoder import Decoder, Head, KVCache, logits_of
+from jaxinfer.models.lora import AdapterStacks
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.models.state_modules import state_shapes
@@ -100,10 +101,12 @@ class FunctionalDecoder:
         batch: RaggedBatch,
         kv_cache: KVCache,
         layers: Sequence[int],
+        adapters: AdapterStacks | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], KVCache]:
-        """`forward`, and in the middle the residual stream [T, E] that enters each of `layers`."""
+        """`forward`, and in the middle the residual stream [T, E] that enters each of `layers`. `adapters`: those that
+        the batch's `adapter_slots` name."""
         streams: dict[int, jax.Array] = {}
-        hidden, kv_cache = self.module.bind(leaves)(batch, kv_cache, streams)
+        hidden, kv_cache = self.module.bind(leaves)(batch, kv_cache, streams, adapters)
         return hidden, tuple(streams[layer] for layer in layers), kv_cache
 
     def head(self, leaves: Sequence[jax.Array]) -> Head:

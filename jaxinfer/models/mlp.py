@@ -18,6 +18,7 @@ from jaxinfer.models.layers import (
     product_dtype,
     scaled,
 )
+from jaxinfer.models.lora import LayerAdapters, add_updates, has_updates
 from jaxinfer.models.sharded_dims import round_up
 from jaxinfer.models.spec import Activation, GatedMlpSpec, MlpSpec, PlainMlpSpec
 from jaxinfer.parallel.mesh import tensor_parallel_size
@@ -52,11 +53,11 @@ class GatedMlp(nnx.Module):
             self.gate_up_bias = leaf((2, M), (None, "mlp"), dtype)
             self.down_bias = leaf((E,), ("embed",), dtype)
 
-    def __call__(self, x_te: jax.Array) -> jax.Array:
+    def __call__(self, x_te: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
-        return self.project(self.hidden(x_te))
+        return self.project(self.hidden(x_te, adapters), adapters)
 
-    def hidden(self, x_te: jax.Array) -> jax.Array:
+    def hidden(self, x_te: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """What `down` takes: [T, E] -> [T, M]."""
         weight, dtype = self.gate_up[...], product_dtype(self.mesh, x_te.dtype)
         if tensor_parallel_size(self.mesh) == 1:
@@ -69,6 +70,7 @@ class GatedMlp(nnx.Module):
                 precision=matmul_precision(weight.dtype),
                 preferred_element_type=dtype,
             )
+        gate_up = add_updates(gate_up, adapters, "gate_up", x_te)
         if self.spec.bias:
             gate_up += self.gate_up_bias[...].astype(dtype)
         gate_up = gate_up.astype(jnp.float32)
@@ -76,9 +78,9 @@ class GatedMlp(nnx.Module):
         hidden = ACTIVATION_FUNCTIONS[self.spec.activation](gate) * gate_up[:, 1]
         return hidden.astype(x_te.dtype)
 
-    def project(self, hidden_tm: jax.Array) -> jax.Array:
+    def project(self, hidden_tm: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """[T, M] -> [T, E], or [S, T, E] partial sums."""
-        return scaled(project_down(self, hidden_tm), self.spec.out_scale)
+        return scaled(project_down(self, hidden_tm, adapters), self.spec.out_scale)
 
 
 class PlainMlp(nnx.Module):
@@ -95,10 +97,10 @@ class PlainMlp(nnx.Module):
             self.up_bias = leaf((M,), ("mlp",), dtype)
             self.down_bias = leaf((E,), ("embed",), dtype)
 
-    def __call__(self, x_te: jax.Array) -> jax.Array:
+    def __call__(self, x_te: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """[T, E] -> [T, E], or [S, T, E] partial sums."""
         dtype = product_dtype(self.mesh, x_te.dtype)
-        hidden = linear(x_te, self.up[...], dtype)
+        hidden = add_updates(linear(x_te, self.up[...], dtype), adapters, "up", x_te)
         if self.spec.bias:
             hidden += self.up_bias[...].astype(dtype)
         hidden = hidden.astype(jnp.float32)
@@ -106,15 +108,19 @@ class PlainMlp(nnx.Module):
             hidden = xielu(hidden, self.xielu[...])
         else:
             hidden = ACTIVATION_FUNCTIONS[self.spec.activation](hidden)
-        return project_down(self, hidden.astype(x_te.dtype))
+        return project_down(self, hidden.astype(x_te.dtype), adapters)
 
 
-def project_down(mlp: GatedMlp | PlainMlp, hidden_tm: jax.Array) -> jax.Array:
+def project_down(
+    mlp: GatedMlp | PlainMlp, hidden_tm: jax.Array, adapters: LayerAdapters | None
+) -> jax.Array:
     """[T, M] -> [T, E], or [S, T, E] partial sums."""
     down, dtype = mlp.down[...], product_dtype(mlp.mesh, hidden_tm.dtype)
-    parts = 1 if mlp.spec.bias else num_partial_sums(mlp.mesh, len(hidden_tm), *down.shape)
+    whole = mlp.spec.bias or has_updates(adapters, "down")
+    parts = 1 if whole else num_partial_sums(mlp.mesh, len(hidden_tm), *down.shape)
     out = linear(hidden_tm, down, dtype, num_partial_sums=parts)
     out = constrain(out, mlp.mesh, (None, "embed"))
+    out = add_updates(out, adapters, "down", hidden_tm)
     if mlp.spec.bias:
         out += mlp.down_bias[...].astype(dtype)
     return out

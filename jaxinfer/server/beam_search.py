@@ -80,7 +80,14 @@ async def beam_search(
     ]
     serving.check_queue(len(prepared) * params.beam_width)
     searches = [
-        asyncio.ensure_future(serving.llm.beam_search(_prompt(one), params, request.priority))
+        asyncio.ensure_future(
+            serving.llm.beam_search(
+                _prompt(one),
+                params,
+                request.priority,
+                lora_request=one.core_requests[0].lora,
+            )
+        )
         for one in prepared
     ]
     try:

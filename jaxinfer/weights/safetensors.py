@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,21 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             )
         found[name] = entry
     return found
+
+
+def read_file(path: Path, see: Callable[[memoryview], object]) -> dict[str, np.ndarray]:
+    """All tensors of one file, as they are stored; `see` gets its bytes, in their order. Raises `CheckpointError` where
+    it is damaged."""
+    entries = _read_header(path)
+    data = np.fromfile(path, np.uint8)
+    see(memoryview(data))
+    return {
+        name: data[entry.offset : entry.offset + entry.nbytes]
+        .copy()
+        .view(numpy_dtype(entry.dtype))
+        .reshape(entry.shape)
+        for name, entry in entries.items()
+    }
 
 
 class SafetensorsReader:
