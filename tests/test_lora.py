@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import scipy.special
 
-from jaxinfer import LLM, LoRARequest, SamplingParams
-from tests.tiny_llm import MAX_LEN, SMALL, VOCAB, ids, oracle_logits, tiny_llm_dir
+from jaxinfer import LLM, EngineArgs, LoRARequest, SamplingParams, StructuredOutputsParams
+from tests.tiny_checkpoints import tiny_model
+from tests.tiny_llm import NAME, SMALL, VOCAB, ids, tiny_llm_dir
 from tests.tiny_lora import ATTENTION, MLP, logits_of, merged_model, write_adapter
 
 OPTIONS = SMALL | dict(
@@ -18,6 +21,7 @@ OPTIONS = SMALL | dict(
     max_logprobs=VOCAB,
 )
 NUM_TOKENS = 6
+ORACLE_WIDTH = tiny_model(NAME).config.hidden_size
 GREEDY = SamplingParams(
     temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=VOCAB
 )
@@ -27,8 +31,14 @@ KINDS = [
     (dict(rank=3, targets=MLP, lora_alpha=1.5), {"": 0.5}),
     (dict(rank=4, use_rslora=True, lora_alpha=3), {"": 1.5}),
     (dict(rank=5, targets=("q_proj", "v_proj")), {"": 2.0}),
-    (dict(rank=6, rank_pattern={"down_proj": 8, "q_proj": 2}), {"down_proj": 1.5, "q_proj": 6, "": 2}),
-    (dict(rank=7, targets=("k_proj", "o_proj", "up_proj"), alpha_pattern={"o_proj": 7}), {"o_proj": 1, "": 2}),
+    (
+        dict(rank=6, rank_pattern={"down_proj": 8, "q_proj": 2}),
+        {"down_proj": 1.5, "q_proj": 6, "": 2},
+    ),
+    (
+        dict(rank=7, targets=("k_proj", "o_proj", "up_proj"), alpha_pattern={"o_proj": 7}),
+        {"o_proj": 1, "": 2},
+    ),
     (dict(rank=8), {"": 2.0}),
 ]
 """Adapters of every kind, and the scale of each one's modules."""
@@ -72,9 +82,6 @@ def assert_equal(output, model):
 
 
 def test_eight_adapters_and_none_in_one_batch(llm, adapters, merged):
-    from tests.tiny_checkpoints import tiny_model
-    from tests.tiny_llm import NAME
-
     requests = [*adapters, None]
     outputs = llm.generate(prompts(9), GREEDY, use_tqdm=False, lora_request=requests)
     for output, model in zip(outputs, [*merged, tiny_model(NAME)], strict=True):
@@ -89,3 +96,76 @@ def test_two_devices(adapters, merged):
         outputs = llm.generate(prompts(2), GREEDY, use_tqdm=False, lora_request=requests)
     assert_equal(outputs[0], merged[7])
     assert_equal(outputs[1], merged[5])
+
+
+def test_adapters_come_and_go_without_a_compilation(llm, adapters, merged):
+    """More of them than slots, with prefixes that are another's own, after a reload of the same folder too."""
+    shared = prompts(1) * 8
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    generate = partial(llm.generate, shared, use_tqdm=False, lora_request=adapters)
+    first, again = generate(greedy), generate(greedy)
+    for output, cached, model in zip(first, again, merged, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert cached.outputs[0].token_ids == tokens and cached.num_cached_tokens == 16
+        logits = logits_of(model, shared[0] + tokens)[len(shared[0]) - 1 : -1]
+        assert logits.argmax(axis=1).tolist() == tokens
+    assert llm.list_loras() == set(range(1, 9))
+    before = llm._client._core._executor.num_compilations
+    moved = LoRARequest("kind0", 1, adapters[7].lora_path)
+    [output] = llm.generate(shared[0], greedy, use_tqdm=False, lora_request=moved)
+    assert output.outputs[0].token_ids == first[7].outputs[0].token_ids
+    assert llm._client._core._executor.num_compilations == before
+    assert llm.remove_lora(1) and not llm.remove_lora(1) and llm.list_loras() == set(range(2, 9))
+
+
+def test_structured_outputs(llm, adapters):
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"),
+    )
+    outputs = llm.generate(
+        prompts(2), params, use_tqdm=False, lora_request=[adapters[0], adapters[7]]
+    )
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(text.isdigit() and len(text) == 3 for text in texts)
+
+
+def test_adapters_that_do_not_fit(llm, adapters, tmp_path):
+    def refused(message, request=None, prompt="a", **options):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request, **options)
+
+    def adapter(name, **options):
+        return LoRARequest(name, 99, str(write_adapter(tmp_path / name, 0, **options)))
+
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    other = {f"{module}.lora_B.weight": np.ones((24, 4))}
+    refused(
+        r"of another model: .*q_proj is \(\d+, \d+\) \[out, in\].*\(24, 4\)",
+        adapter("a", tensors=other),
+    )
+    refused("lm_head, which adapters can't change here", adapter("b", targets=("lm_head",)))
+    extra = {f"base_model.model.nowhere.lora_{x}.weight": np.ones((4, 4)) for x in "AB"}
+    refused("nowhere, which the model doesn't have", adapter("c", tensors=extra))
+    infinite = {f"{module}.lora_A.weight": np.full((4, ORACLE_WIDTH), np.inf)}
+    refused("numbers in .*q_proj that are not finite", adapter("d", tensors=infinite))
+    refused("has rank 9; max_lora_rank is 8", adapter("e", rank=9))
+    refused("lora_request must be a LoRARequest, got 'x'", ["x"], ["a"])
+    refused("lora_request must be one for all or one per prompt", [adapters[0]] * 2, ["a"])
+    assert 99 not in llm.list_loras()
+    llm.generate("a", GREEDY, use_tqdm=False, lora_request=adapters[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_loras=0), "max_loras must be at least 1"),
+        (dict(max_loras=4, max_cpu_loras=3), "max_cpu_loras must be at least 4, got 3"),
+        (dict(lora_dtype="int8"), "lora_dtype must be one of"),
+        (dict(fully_sharded_loras=True), "fully_sharded_loras must be one of"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineArgs("model", enable_lora=True, **options)

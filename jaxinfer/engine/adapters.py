@@ -68,12 +68,14 @@ class Adapters:
 
     def remove(self, number: int) -> bool:
         """For requests from now on. False: there was none of this `lora_int_id`."""
+        self.check_enabled()
         self._pinned.discard(number)
         return self._known.pop(number, None) is not None
 
     def pin(self, number: int) -> bool:
         """Keep it on the host, and in a slot once it is there. Raises `ValueError` for one that isn't known, and where
         no slot would be left for others."""
+        self.check_enabled()
         if number not in self._known:
             raise ValueError(f"lora_int_id {number} is not loaded.")
         if len(self._pinned | {number}) >= self._max_loras:
@@ -84,6 +86,7 @@ class Adapters:
         return True
 
     def known(self) -> list[LoRARequest]:
+        self.check_enabled()
         return [adapter for adapter, _ in self._known.values()]
 
     def key_of(self, adapter: LoRARequest) -> str:

@@ -1,5 +1,5 @@
-"""A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it and of the
-group of layers, as keys and values depend on all of them, and every plan is checked against what the executor may rely
+"""A device that costs nothing and trusts nobody: a slot of its KV cache holds a hash of all tokens up to it, of the row's
+adapter and of the group of layers, as keys and values depend on all of them, and every plan is checked against what the executor may rely
 on."""
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class DeviceRow:
     blocks: list[list[int]] = field(default_factory=list)
     computed: int | None = None
     shared: int = 0
+    adapter_slot: int = 0
+    adapter: str = ""
     admitted: int = 0
     """Tokens that the executor was told at the row's admission, or since as forced ones."""
 
     def append(self, token: int) -> None:
-        before = self.prefixes[-1] if self.prefixes else 0
+        before = self.prefixes[-1] if self.prefixes else zlib.crc32(self.adapter.encode())
         self.tokens.append(token)
         self.prefixes.append(zlib.crc32(token.to_bytes(4, "little"), before))
 
@@ -76,6 +78,11 @@ def _drafts(plan: StepPlan) -> list[tuple[int | None, list[int]]]:
         (last, part.tolist())
         for last, part in zip(plan.drafts.last_token_ids.tolist(), parts, strict=True)
     ]
+
+
+def adapted(key: str, context: Sequence[int]) -> list[int]:
+    """What a model with this adapter makes of `context`, the plain one makes of this."""
+    return [*key.encode(), *context] if key else [*context]
 
 
 class FakeHandle:
@@ -112,6 +119,11 @@ class FakeExecutor:
         self.num_grouped = 0
         self.num_logprobs: int | None = None
         self.prompt_logprobs = False
+        self.folders: dict[str, str] = {}
+        """The content of adapters by path."""
+        self.num_reads = 0
+        self.on_host: set[str] = set()
+        self.slots: dict[int, str] = {}
         self._rows: dict[int, DeviceRow] = {}
         self._owner: dict[int, tuple[int, int]] = {}
         self._kv = np.full((num_blocks, config.cache.block_size), -1, np.int64)
@@ -119,6 +131,25 @@ class FakeExecutor:
 
     def device_memory(self) -> DeviceMemory:
         return DeviceMemory(3000, 4000)
+
+    def read_adapter(self, path: str) -> str:
+        if path not in self.folders:
+            raise ValueError(f"{path} holds no adapter.")
+        self.num_reads += 1
+        self.on_host.add(self.folders[path])
+        return self.folders[path]
+
+    def drop_adapter(self, key: str) -> None:
+        self.on_host.remove(key)
+
+    def _fill_slots(self, plan: StepPlan) -> None:
+        if self.config.lora is None:
+            assert not plan.adapters
+            return
+        assert len(self.on_host) <= self.config.lora.max_cpu_loras
+        for load in plan.adapters:
+            assert 1 <= load.slot <= self.config.lora.max_loras and load.key in self.on_host
+            self.slots[load.slot] = load.key
 
     def execute_model(self, plan: StepPlan) -> None:
         assert not self.asleep
@@ -132,9 +163,13 @@ class FakeExecutor:
         assert counts == sorted(counts, key=lambda count: count != 1), "one-token rows come first"
         for array in (plan.rows, plan.num_scheduled, plan.num_computed, plan.block_ids):
             assert array.dtype == np.int32
+        self._fill_slots(plan)
         for admitted in plan.admitted:
             self._generation += 1
-            self._rows[admitted.row] = row = DeviceRow(self._generation)
+            slot = admitted.adapter_slot
+            adapter = self.slots[slot] if slot else ""
+            row = DeviceRow(self._generation, adapter_slot=slot, adapter=adapter)
+            self._rows[admitted.row] = row
             for token in admitted.token_ids.tolist():
                 row.append(token)
             row.admitted = len(row.tokens)
@@ -169,6 +204,7 @@ class FakeExecutor:
             strict=True,
         ):
             row = self._rows[row_id]
+            assert self.slots.get(row.adapter_slot, "") == row.adapter, "another has its slot"
             # Guesses are computed like known tokens, and known by nobody.
             known_end, end = computed + count - len(drafts), computed + count
             if speculates and known_end > row.admitted:
@@ -243,7 +279,7 @@ class FakeExecutor:
                 tokens.append(-12345)
                 continue
             assert row.computed is not None
-            context = row.tokens[: row.computed]
+            context = adapted(row.adapter, row.tokens[: row.computed])
             run = self._verify(context, drafts, {j: masked.get((i, j)) for j in range(9)})
             if not run:
                 invalid[-1], run = True, [0]
@@ -313,6 +349,7 @@ class FakeExecutor:
 
     def sleep(self, level: int) -> None:
         assert not self.unread
+        self.slots = {}
         self.log.append(f"sleep {level}")
         self.asleep = {"weights", "kv_cache"}
 

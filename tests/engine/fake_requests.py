@@ -13,11 +13,13 @@ from jaxinfer.config import (
     CompilationConfig,
     EngineConfig,
     LoadConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
 from jaxinfer.engine.messages import EngineCoreRequest
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
 
@@ -50,6 +52,7 @@ def make_config(
     cascade: CascadeConfig = CASCADE,
     speculative: SpeculativeConfig | None = None,
     windows: tuple[int | None, ...] = (None,),
+    lora: LoRAConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig("fake", "fake", "float32", max_model_len, VOCAB),
@@ -75,6 +78,7 @@ def make_config(
         device="cpu",
         cascade=cascade,
         speculative=speculative,
+        lora=lora,
     )
 
 
@@ -87,6 +91,7 @@ def make_request(
     arrival_time: float = 0.0,
     salt: str | None = None,
     grammar: str | None = None,
+    lora: LoRARequest | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """`prompt` as a number: that many tokens, others for every request id."""
@@ -102,6 +107,7 @@ def make_request(
         priority,
         salt,
         grammar,
+        lora=lora,
     )
 
 
