@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CODEBOOKS: dict[str, tuple[float, ...]] = {
-    # Signs, then exponents of two bits and a mantissa of one (OCP Microscaling Formats 1.0).
-    "e2m1": (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6),
-    # Quantiles of the normal distribution (arXiv 2305.14314, appendix E).
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-}  # fmt: skip
-"""What codes of four bits stand for that are no integers."""
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of the normal distribution (arXiv 2305.14314, appendix E)."""
 
 BITS = {
     "uint2": 2, "uint3": 3, "uint4": 4, "uint5": 5, "uint6": 6, "uint8": 8, "int8": 8,
@@ -46,7 +41,7 @@ class WeightFormat:
     """
 
     codes: str
-    """Of the codes: integers ("uint2" … "uint8", "int8"), "e4m3", or one of `CODEBOOKS`."""
+    """Of the codes: integers ("uint2" … "uint8", "int8"), floats of 8 and 4 bits ("e4m3", "e2m1"), or "nf4"."""
     group_size: int | None
     """Elements with one scale; None: a scale for each index of the leading axes, which are not contracted."""
     dtype: str = "bfloat16"
@@ -67,6 +62,9 @@ class WeightFormat:
     """"int8" or "e4m3": the activations are quantized too, each row and group of the weight's group size by itself."""
     static_input: bool = False
     """Whether the activations' scale is given, one for all, instead of taken from each row."""
+    pack_block: int | None = None
+    """Neighbouring elements that share bytes, each byte holding some from all over the block. A power of two; None: as few
+    as there can be. 64 is quickest, and what the kernel for Hopper takes; cuts of the last axis must be at multiples."""
 
     def __post_init__(self) -> None:
         _accepted("codes", self.codes, tuple(BITS))
@@ -79,11 +77,22 @@ class WeightFormat:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"WeightFormat.{name} must be positive or None, got {size}")
-        if self.group_size is not None and self.group_size % self.block:
+        least = 8 // PLANES[self.bits][-1]
+        if self.pack_block is not None and (
+            self.pack_block < least or self.pack_block & (self.pack_block - 1)
+        ):
             raise ValueError(
-                f"WeightFormat.group_size must be a multiple of {self.block} for {self.codes!r}, got "
-                f"{self.group_size}"
+                f"WeightFormat.pack_block must be a power of two of at least {least} for {self.codes!r} "
+                f"or None, got {self.pack_block}"
             )
+        if self.group_size is not None and self.group_size % self.block:
+            # A group smaller than a block: whole in each of its bytes' places, or over several of them.
+            part = self.block * PLANES[self.bits][0] // 8
+            if self.block % self.group_size or (self.group_size % part and part % self.group_size):
+                raise ValueError(
+                    f"WeightFormat.group_size must be a multiple of pack_block or divide it, "
+                    f"{self.block} for {self.codes!r}, got {self.group_size}"
+                )
         integers = self.codes.startswith(("uint", "int"))
         if (self.zero or self.zeros) and not integers:
             raise ValueError(
@@ -127,8 +136,8 @@ class WeightFormat:
 
     @property
     def block(self) -> int:
-        """Elements of the last axis that can't be told apart by cutting or moving whole bytes of the codes."""
-        return 8 // PLANES[self.bits][-1]
+        """Elements of the last axis that share bytes."""
+        return 1 if self.bits == 8 else self.pack_block or 8 // PLANES[self.bits][-1]
 
     def arrays(self, shape: tuple[int, ...], num_in_axes: int = 1) -> dict[str, Any]:
         """The arrays of a weight of a logical shape, as `jax.ShapeDtypeStruct` by field of `QuantizedWeight`.
@@ -140,7 +149,7 @@ class WeightFormat:
             ValueError: the last axis is not whole groups, super-groups and bytes.
         """
         *rows, size = shape
-        steps = {"block": self.block, "group_size": self.group_size}
+        steps = {"pack_block": self.block, "group_size": self.group_size}
         steps["super_group_size"] = self.super_group_size
         for name, step in steps.items():
             if step is not None and size % step:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.quantized_matmul.format import CODEBOOKS, PLANES, WeightFormat
+from kernels_pallas.quantized_matmul.format import NF4, PLANES, WeightFormat
 
 _ARRAYS = (
     "codes", "scales", "high_bits", "zeros", "minima", "super_scales", "super_minima", "input_scale",
@@ -79,61 +79,75 @@ def pack(format: WeightFormat, arrays: Mapping[str, Any]) -> dict[str, Any]:
     low, *high = PLANES[format.bits]
     if low == 8:
         return found
-    found["codes"] = _pack_plane(codes & ((1 << low) - 1), low)
+    found["codes"] = _pack_plane(codes & ((1 << low) - 1), low, format.block)
     if high:
-        found["high_bits"] = _pack_plane(codes >> low, high[0])
+        found["high_bits"] = _pack_plane(codes >> low, high[0], format.block)
     return found
 
 
 def unpack_codes(weight: QuantizedWeight) -> Any:
     """[*rows, I]: uint8 below 2 ** bits, int8, or the bits of e4m3; numpy for numpy."""
     low, *high = PLANES[weight.format.bits]
-    codes = _unpack_plane(weight.codes, low)
+    codes = _unpack_plane(weight.codes, low, weight.format.block)
     if high:
-        codes = codes | (_unpack_plane(weight.high_bits, high[0]) << low)
+        codes = codes | (_unpack_plane(weight.high_bits, high[0], weight.format.block) << low)
     return codes
 
 
 def dequantize(weight: QuantizedWeight, dtype: Any = None) -> jax.Array:
     """The logical weight [*out, *in] in `dtype` (None: its own), from float32 with one rounding."""
-    values = code_values(unpack_codes(weight), weight.format, jnp.float32)
-    return scaled(values, weight).astype(dtype or weight.dtype)
+    values = code_values(unpack_codes(weight), weight.format)
+    return scaled(values, group_parameters(weight)).astype(dtype or weight.dtype)
 
 
-def scaled(values: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """The logical weight in float32 from what its codes stand for: `values` [*rows, J], where J is I or a part of it that
-    has the same number of elements of every group."""
-    scales, minima = group_scales(weight)
-    if weight.format.group_size is None:
-        return values * scales.reshape(*scales.shape, *[1] * (values.ndim - scales.ndim))
-    grouped = values.reshape(*scales.shape, -1)
-    if weight.zeros is not None:
-        grouped = grouped - weight.zeros[..., None].astype(jnp.float32)
-    grouped = grouped * scales[..., None]
-    if minima is not None:
-        grouped = grouped + minima[..., None]
-    return grouped.reshape(values.shape)
+class GroupParameters(NamedTuple):
+    """float32, [*rows, G] each, or [*out] where there are no groups."""
+
+    scales: jax.Array
+    zeros: jax.Array | None
+    minima: jax.Array | None
 
 
-def code_values(codes: jax.Array, format: WeightFormat, dtype: Any) -> jax.Array:
-    """What codes from `unpack_codes` stand for, less the format's zero, before scaling. Exact in float16 and wider."""
-    if format.codes in CODEBOOKS:
-        return _looked_up(codes, CODEBOOKS[format.codes]).astype(dtype)
-    if format.codes == "e4m3":
-        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
-    values = codes.astype(dtype)
-    return values - format.zero if format.zero else values
-
-
-def group_scales(weight: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
-    """The scales and minima in float32, [*rows, G] (or [*out], None), with what super-groups multiply them by."""
+def group_parameters(weight: QuantizedWeight) -> GroupParameters:
+    """With what super-groups multiply them by."""
     scales = _as_float32(weight.scales, weight.format.scales)
+    zeros = None if weight.zeros is None else weight.zeros.astype(jnp.float32)
     minima = None if weight.minima is None else weight.minima.astype(jnp.float32)
     if weight.super_scales is not None:
         scales = _times_super(scales, weight.super_scales)
     if weight.super_minima is not None:
         minima = _times_super(minima, weight.super_minima)
-    return scales, minima
+    return GroupParameters(scales, zeros, minima)
+
+
+def scaled(values: jax.Array, groups: GroupParameters) -> jax.Array:
+    """The logical weight in float32 from what its codes stand for, [*rows, I]."""
+    if groups.scales.ndim < values.ndim:
+        scales = groups.scales
+        return values * scales.reshape(*scales.shape, *[1] * (values.ndim - scales.ndim))
+    grouped = values.reshape(*groups.scales.shape, -1)
+    if groups.zeros is not None:
+        grouped = grouped - groups.zeros[..., None]
+    grouped = grouped * groups.scales[..., None]
+    if groups.minima is not None:
+        grouped = grouped + groups.minima[..., None]
+    return grouped.reshape(values.shape)
+
+
+def code_values(codes: jax.Array, format: WeightFormat) -> jax.Array:
+    """What codes from `unpack_codes` stand for in float32, less the format's zero, before scaling.
+
+    Small floats by way of float16's bits: a CPU takes twenty times as long for XLA's own conversion of FP8.
+    """
+    if format.codes == "e4m3":
+        values = _small_float(codes, exponent_and_mantissa=7, mantissa=3) * 2.0**8
+        return jnp.where((codes & 0x7F) == 0x7F, jnp.nan, values)
+    if format.codes == "e2m1":
+        return _small_float(codes, exponent_and_mantissa=3, mantissa=1) * 2.0**14
+    if format.codes == "nf4":
+        return jnp.asarray(NF4, jnp.float32)[codes.astype(jnp.int32)]
+    values = codes.astype(jnp.float32)
+    return values - format.zero if format.zero else values
 
 
 def as_matrix(weight: QuantizedWeight, num_in_axes: int = 1) -> QuantizedWeight:
@@ -185,8 +199,12 @@ def _as_float32(scales: jax.Array, kind: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _looked_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
-    return jnp.asarray(values, jnp.float32)[codes.astype(jnp.int32)]
+def _small_float(codes: jax.Array, exponent_and_mantissa: int, mantissa: int) -> jax.Array:
+    """A sign, some bits of exponent and of mantissa as the float16 that has them in its lowest bits of exponent."""
+    bits = codes.astype(jnp.uint16)
+    magnitude = (bits & ((1 << exponent_and_mantissa) - 1)) << (10 - mantissa)
+    sign = (bits >> exponent_and_mantissa) << 15
+    return jax.lax.bitcast_convert_type(sign | magnitude, jnp.float16).astype(jnp.float32)
 
 
 def _bits_of(array: Any) -> Any:
@@ -195,18 +213,22 @@ def _bits_of(array: Any) -> Any:
     return array
 
 
-def _pack_plane(values: Any, width: int) -> Any:
+def _pack_plane(values: Any, width: int, block: int) -> Any:
+    """Byte j of a block holds the elements j, j + block * width / 8 and so on, from its low bits up."""
     per_byte = 8 // width
-    parts = values.astype(np.uint8).reshape(*values.shape[:-1], -1, per_byte)
-    packed = parts[..., 0]
+    *rows, size = values.shape
+    parts = values.astype(np.uint8).reshape(*rows, size // block, per_byte, block // per_byte)
+    packed = parts[..., 0, :]
     for i in range(1, per_byte):
-        packed = packed | (parts[..., i] << (width * i))
-    return packed
+        packed = packed | (parts[..., i, :] << (width * i))
+    return packed.reshape(*rows, size // per_byte)
 
 
-def _unpack_plane(packed: Any, width: int) -> Any:
+def _unpack_plane(packed: Any, width: int, block: int) -> Any:
     if width == 8:
         return packed
     xp = np if isinstance(packed, np.ndarray) else jnp
-    parts = [(packed >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)]
-    return xp.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
+    *rows, num_bytes = packed.shape
+    blocks = packed.reshape(*rows, num_bytes * 8 // width // block, block * width // 8)
+    parts = [(blocks >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)]
+    return xp.stack(parts, axis=-2).reshape(*rows, -1)

@@ -17,7 +17,7 @@ from kernels_pallas.quantized_matmul.weight import (
     QuantizedWeight,
     code_values,
     dequantize,
-    group_scales,
+    group_parameters,
 )
 
 _BLOCK_BYTES = 1 << 19
@@ -63,8 +63,8 @@ def _of_quantized_activations(
     dot = _integer_dot if weight.format.activation == "int8" else _dot
 
     def product(block: QuantizedWeight) -> jax.Array:
-        values = rounded(code_values(block.codes, block.format, jnp.float32), compute)
-        scales = group_scales(block)[0].reshape(-1, num_groups)
+        values = rounded(code_values(block.codes, block.format), compute)
+        scales = group_parameters(block).scales.reshape(-1, num_groups)
         if num_groups == 1:
             return dot(x_values, values) * x_scales * scales[:, 0]
 

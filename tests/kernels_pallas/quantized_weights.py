@@ -36,6 +36,11 @@ FORMATS = {
     "q8_0": WeightFormat("int8", 32),
     "q2_k": WeightFormat("uint2", 16, scales="uint8", minima="uint8", super_group_size=256),
     "q3_k": WeightFormat("uint3", 16, scales="int8", zero=4, super_group_size=256),
+    "blocks of 64, 2 bits": WeightFormat("uint2", 32, zeros=True, pack_block=64),
+    "blocks of 64, 3 bits": WeightFormat("uint3", 16, zeros=True, pack_block=64),
+    "blocks of 64, 4 bits": WeightFormat("uint4", 32, zeros=True, pack_block=64),
+    "blocks of 64, 5 bits": WeightFormat("uint5", 128, zeros=True, pack_block=64),
+    "blocks of 64, 6 bits": WeightFormat("uint6", 16, minima="float16", pack_block=64),
     "q4_k": WeightFormat("uint4", 32, scales="uint8", minima="uint8", super_group_size=256),
     "q6_k": WeightFormat("uint6", 16, scales="int8", zero=32, super_group_size=64),
 }
