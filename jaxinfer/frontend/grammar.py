@@ -7,7 +7,11 @@ import json
 import re
 from typing import Any
 
-from jaxinfer.frontend.json_schema import check_terminates, without_additional_properties
+from jaxinfer.frontend.json_schema import (
+    check_terminates,
+    without_additional_properties,
+    without_foreign_formats,
+)
 from jaxinfer.structured_outputs import StructuredOutputsParams
 
 WHITESPACE = r"[ ]?|\n[ \t]{0,32}"
@@ -66,6 +70,7 @@ def _schema_grammar(name: str, schema: Any, closed: bool, options: str) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError(f"structured_outputs: {name} must be a JSON schema, got {schema!r:.100}.")
     try:
+        schema = without_foreign_formats(schema)
         if closed:
             schema = without_additional_properties(schema)
         text = json.dumps(schema)
@@ -140,7 +145,7 @@ def _structural_tag(text: str, closed: bool, options: str) -> str:
             raise ValueError(
                 f"structured_outputs: {name} begins with {begin!r}, which starts with none of the triggers."
             )
-        schema = structure.get("schema", True)
+        schema = without_foreign_formats(structure.get("schema", True))
         # Checked on its own first: a message about the whole would not say which part is meant.
         _checked(name, _schema_grammar(name, schema, closed, options))
         if closed:

@@ -24,15 +24,62 @@ def check_terminates(schema: Schema) -> None:
         )
 
 
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
+
+_FORMATS = frozenset(
+    [
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    ]
+)
+"""Those that JSON Schema defines."""
+
+
+def without_foreign_formats(schema: Any, by_name: bool = False) -> Any:
+    """A copy without the formats that JSON Schema doesn't define ("path", "binary", "int64" …): they say what a value is
+    for, and the compiler refuses what it doesn't know. `by_name`: these are schemas by name, not one."""
+    if isinstance(schema, list):
+        return [without_foreign_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if by_name:
+        return {name: without_foreign_formats(value) for name, value in schema.items()}
+    return {
+        key: value if key in _DATA else without_foreign_formats(value, key in _NAMED)
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+    }
+
+
 def without_additional_properties(schema: Any) -> Any:
     """A copy in which each object that names its properties allows no others, unless it says what they are."""
     if isinstance(schema, list):
         return [without_additional_properties(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    data = ("const", "enum", "default", "examples")
     copy = {
-        key: value if key in data else without_additional_properties(value)
+        key: value if key in _DATA else without_additional_properties(value)
         for key, value in schema.items()
     }
     if isinstance(schema.get("properties"), dict) and (

@@ -35,6 +35,17 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class PromptTooLongError(ValueError):
+    """The context has no room for the prompt and a token after it. Lengths are in tokens."""
+
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"The prompt has {num_tokens} tokens; max_model_len is {max_model_len}, which leaves room for "
+            f"a prompt of at most {max_model_len - 1} tokens and one output token."
+        )
+        self.num_tokens = num_tokens
+
+
 type Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
@@ -171,10 +182,7 @@ class Processor:
             )
         max_len = self._config.max_model_len
         if len(token_ids) >= max_len:
-            raise ValueError(
-                f"The prompt has {len(token_ids)} tokens; max_model_len is {max_len}, which leaves room for "
-                f"a prompt of at most {max_len - 1} tokens and one output token."
-            )
+            raise PromptTooLongError(len(token_ids), max_len)
 
     def _complete(self, params: SamplingParams | None, prompt_len: int) -> SamplingParams:
         """A copy, validated again (callers may have changed fields), in which nothing is left open."""

@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.frontend.grammar import WHITESPACE, grammar_of
-from jaxinfer.frontend.json_schema import Schema, without_additional_properties
+from jaxinfer.frontend.json_schema import (
+    Schema,
+    without_additional_properties,
+    without_foreign_formats,
+)
 from jaxinfer.structured_outputs import StructuredOutputsParams
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -38,7 +42,7 @@ def answer_or_calls(schema: Schema | str, call_tag: str) -> str:
     """A grammar in Lark's notation of a JSON document that the schema accepts, or of calls in the model's own notation,
     which begin with `call_tag`. Raises `ValueError` as `grammar_of`."""
     grammar_of(StructuredOutputsParams(json=schema))
-    parsed = json.loads(schema) if isinstance(schema, str) else schema
+    parsed = without_foreign_formats(json.loads(schema) if isinstance(schema, str) else schema)
     options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
     rules = [
         "start: answer | calls",
@@ -54,6 +58,7 @@ def arguments_schema(tools: Sequence[Mapping[str, Any]], index: int) -> dict[str
     that says otherwise. Raises `ValueError`, which names the tool, for a schema that can't be enforced."""
     schema = tools[index]["function"].get("parameters") or _NO_PARAMETERS
     try:
+        schema = without_foreign_formats(schema)
         if not _is_combined(schema):
             schema = without_additional_properties(schema)
         grammar_of(StructuredOutputsParams(json=schema))

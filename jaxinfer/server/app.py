@@ -62,6 +62,7 @@ def build_app(
     errors.install(app)
     # The last one added sees a request first.
     app.add_middleware(middleware.ActiveRequests, serving=serving)
+    app.add_middleware(middleware.Heads)
     app.add_middleware(middleware.BodyLimit, max_bytes=settings.max_body_bytes)
     if tracing is not None:
         app.add_middleware(TraceContext)

@@ -24,7 +24,8 @@ DEV_MODE_VARIABLE = "JAXINFER_SERVER_DEV_MODE"
 @dataclass(frozen=True, slots=True)
 class ListenArgs:
     """Where and how to listen. `shutdown_timeout` seconds are given to requests that run when SIGTERM comes.
-    `engine_heartbeat_timeout`: see `CoreProcess`. `data_parallel_routing`: see `LoadBalancer`.
+    `timeout_keep_alive`: seconds for which a connection may be idle; longer than clients and proxies keep theirs, or
+    they would use one that is being closed. `engine_heartbeat_timeout`: see `CoreProcess`. `data_parallel_routing`: see `LoadBalancer`.
     `api_server_count` processes answer HTTP."""
 
     host: str = "127.0.0.1"
@@ -40,6 +41,7 @@ class ListenArgs:
     ssl_ciphers: str | None = None
     enable_ssl_refresh: bool = False
     shutdown_timeout: int = 30
+    timeout_keep_alive: int = 75
     restart_engine: bool = False
     engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     data_parallel_routing: DataParallelRouting = "load"
@@ -98,12 +100,20 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("allow-credentials", "let browsers of other sites send credentials"),
         ("enable-request-id-headers", "answer with an X-Request-Id"),
+        ("enable-tokenizer-info-endpoint", "say at /tokenizer_info what texts become tokens by"),
         ("enable-force-include-usage", "streams end with their usage, asked for or not"),
         ("disable-fastapi-docs", "no /docs and /openapi.json"),
         ("disable-page", "no page at /, and no /anatomy, which feeds it"),
         ("disable-uvicorn-access-log", "log no line per request"),
     ):
         http.add_argument(f"--{name}", action="store_true", help=text)
+    http.add_argument(
+        "--timeout-keep-alive",
+        type=int,
+        default=default.timeout_keep_alive,
+        metavar="SECONDS",
+        help="for which a connection may be idle (default: %(default)s)",
+    )
     http.add_argument(
         "--uvicorn-log-level",
         default=default.uvicorn_log_level,
@@ -209,6 +219,8 @@ def listen_args(parsed: argparse.Namespace) -> ListenArgs:
         raise ValueError(f"port must be in [0, 65535], got {parsed.port}.")
     if parsed.shutdown_timeout < 0:
         raise ValueError(f"shutdown_timeout must be at least 0, got {parsed.shutdown_timeout}.")
+    if parsed.timeout_keep_alive < 0:
+        raise ValueError(f"timeout_keep_alive must be at least 0, got {parsed.timeout_keep_alive}.")
     check_process_args(parsed)
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         path = getattr(parsed, name)
@@ -243,6 +255,7 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
                 "allow_credentials",
                 "enable_request_id_headers",
                 "enable_force_include_usage",
+                "enable_tokenizer_info_endpoint",
                 "disable_fastapi_docs",
                 "disable_page",
                 "enable_log_requests",

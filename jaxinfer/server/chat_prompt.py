@@ -34,10 +34,14 @@ def chat_prompt(serving: Serving, request: ChatTemplateFields, **variables: Any)
         **mine,
     }
     template = request.chat_template or settings.chat_template
+    tokenizer = serving.llm.get_tokenizer()
+    messages = request.template_messages()
+    named = tokenizer.chat_templates
+    known = [named.get(template, template)] if template else named.values()
+    if not any("developer" in text for text in known):
+        messages = [_from_system(message) for message in messages]
     try:
-        return serving.llm.get_tokenizer().apply_chat_template(
-            request.template_messages(), chat_template=template, **arguments
-        )
+        return tokenizer.apply_chat_template(messages, chat_template=template, **arguments)
     except BadRequest:
         raise
     except Exception as error:  # templates are programs, and may fail in any way
@@ -45,3 +49,8 @@ def chat_prompt(serving: Serving, request: ChatTemplateFields, **variables: Any)
         if not isinstance(error, ValueError):
             text = f"The chat template can't render these messages: {error!r}"
         raise BadRequest(text, param="messages") from error
+
+
+def _from_system(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's newer name of the role is unknown to most templates, which write whatever they are given, or fail."""
+    return message | {"role": "system"} if message["role"] == "developer" else message

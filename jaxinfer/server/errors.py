@@ -25,7 +25,7 @@ class ErrorFields(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorBody(BaseModel):
@@ -56,6 +56,7 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.headers = headers
+        self.code: int | str = status
 
     @property
     def body(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class ApiError(Exception):
                 "message": self.message,
                 "type": self.kind,
                 "param": self.param,
-                "code": self.status,
+                "code": self.code,
             }
         }
 
@@ -101,6 +102,33 @@ class BadRequest(ApiError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(HTTPStatus.BAD_REQUEST, message, kind="invalid_request_error", param=param)
+
+
+class ContextExceeded(BadRequest):
+    """The prompt, or with `limit` what it and an output of that many tokens would be, is longer than the context.
+    Clients find out by code and words of both APIs, which they have to compact the conversation for, or to try again
+    with a lower limit."""
+
+    def __init__(self, num_prompt: int, max_len: int, param: str, limit: int | None = None) -> None:
+        most = f"This model's maximum context length is {max_len} tokens"
+        if limit is None:
+            message = f"{most}: the prompt has {num_prompt}, and needs room for one output token."
+            self._for_messages = f"prompt is too long: {num_prompt} tokens > {max_len - 1} maximum"
+        else:
+            message = (
+                f"{param} is too large: {limit}. {most}, and the prompt has {num_prompt} of them."
+            )
+            self._for_messages = (
+                f"input length and `max_tokens` exceed context limit: {num_prompt} + {limit} > {max_len}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+        super().__init__(message, param)
+        self.code = "context_length_exceeded"
+
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        error = {"type": "invalid_request_error", "message": self._for_messages}
+        return {"type": "error", "error": error}
 
 
 _encoder = msgspec.json.Encoder()
@@ -157,11 +185,15 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _validation_error(error).response(request.scope)
+        is_body = error.errors()[0].get("loc", ())[:1] == ("body",)
+        found = _unreadable_body(request, is_read=False) if is_body else None
+        return (found or _validation_error(error)).response(request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
+        if status == HTTPStatus.BAD_REQUEST and (found := _unreadable_body(request, is_read=True)):
+            return found.response(request.scope)
         return ApiError(
             status,
             str(error.detail),
@@ -180,6 +212,19 @@ _KINDS = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.INTERNAL_SERVER_ERROR: "internal_server_error",
 }
+
+
+def _unreadable_body(request: Request, is_read: bool) -> ApiError | None:
+    """Why a body couldn't be understood, where its headers say so. `is_read`: it was taken for JSON."""
+    coding = request.headers.get("content-encoding", "identity")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if coding.lower() != "identity":
+        message = f"Content-Encoding {coding!r:.100} is not supported: send the body as it is."
+    elif not is_read and kind != "application/json" and not kind.endswith("+json"):
+        message = f"Content-Type must be application/json, got {kind!r:.100}."
+    else:
+        return None
+    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, kind="invalid_request_error")
 
 
 def _validation_error(error: RequestValidationError) -> BadRequest:

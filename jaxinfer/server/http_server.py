@@ -89,6 +89,7 @@ def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
         ssl_ca_certs=listen.ssl_ca_certs,
         ssl_cert_reqs=listen.ssl_cert_reqs,
         ssl_ciphers=listen.ssl_ciphers,
+        timeout_keep_alive=listen.timeout_keep_alive,
         timeout_graceful_shutdown=listen.shutdown_timeout,
     )
 

@@ -91,6 +91,18 @@ class BodyLimit:
         )
 
 
+class Heads:
+    """HEAD is answered as GET is, without the body, which the HTTP server leaves out: monitors ask so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = dict(scope, method="GET")
+        await self._app(scope, receive, send)
+
+
 class RequestIds:
     """Answers carry the request's `X-Request-Id`, or a new one."""
 

@@ -15,12 +15,12 @@ from fastapi import Request
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.engine.messages import Thinking
-from jaxinfer.frontend.processor import PreparedRequest
+from jaxinfer.frontend.processor import PreparedRequest, PromptTooLongError
 from jaxinfer.frontend.tool_parsers import ToolParser, tool_parsers
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.server.errors import ApiError, BadRequest, from_value_error
+from jaxinfer.server.errors import ApiError, BadRequest, ContextExceeded, from_value_error
 from jaxinfer.server.protocol.common import GenerationRequest
 from jaxinfer.server.reasoning import Reasoning
 from jaxinfer.server.settings import ServerSettings
@@ -90,8 +90,10 @@ class Serving:
         self, error: ValueError, request: GenerationRequest, prompt_field: str = "prompt"
     ) -> BadRequest:
         """What the engine refused, by the name that the field has in the request."""
+        if isinstance(error, PromptTooLongError):
+            return ContextExceeded(error.num_tokens, self.max_model_len, prompt_field)
         known = from_value_error(error, type(request).model_fields)
-        if known.param == "prompt" or str(error).startswith("The prompt"):
+        if known.param == "prompt":
             known.param = prompt_field
         elif known.param == "logprobs" and prompt_field == "messages":
             known.param = "top_logprobs"
@@ -131,11 +133,7 @@ class Serving:
             raise self.explain(error, request, prompt_field) from error
         num_prompt, limit = len(prepared.prompt_token_ids), getattr(request, limit_name)
         if limit and limit + num_prompt > self.max_model_len:
-            raise BadRequest(
-                f"{limit_name} is too large: {limit}. The context holds {self.max_model_len} tokens, and the prompt has "
-                f"{num_prompt} of them.",
-                param=limit_name,
-            )
+            raise ContextExceeded(num_prompt, self.max_model_len, limit_name, limit)
         if self.settings.enable_log_requests:
             shown = f" {prompt[: self.settings.max_log_len]!r}" if self.settings.max_log_len else ""
             logger.info(

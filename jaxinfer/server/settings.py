@@ -20,6 +20,7 @@ class ServerSettings:
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
     `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_log_len`: how much of a prompt is
     logged, in characters or token ids. `max_body_bytes`: longer bodies are refused with 413.
+    `enable_tokenizer_info_endpoint`: whether clients may read the chat template.
     `max_stored_responses`, `max_stored_response_bytes`: what is kept of `/v1/responses`, for requests that go on from it.
     """
 
@@ -39,6 +40,7 @@ class ServerSettings:
     allow_credentials: bool = False
     enable_request_id_headers: bool = False
     enable_force_include_usage: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     disable_fastapi_docs: bool = False
     disable_page: bool = False
     enable_log_requests: bool = False

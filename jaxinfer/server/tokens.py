@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`."""
+"""`POST /tokenize` and `/detokenize`, `GET /tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -51,5 +51,15 @@ def router(serving: Serving) -> APIRouter:
             raise BadRequest(f"tokens must be in [0, {vocab_size - 1}].", param="tokens")
         text = serving.llm.get_tokenizer().decode(request.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
+
+    if serving.settings.enable_tokenizer_info_endpoint:
+
+        @routes.get("/tokenizer_info", response_model=None)
+        def tokenizer_info() -> Response:
+            """For clients that count and cut prompts as this server does, without a copy of the tokenizer."""
+            tokenizer, settings = serving.llm.get_tokenizer(), serving.settings
+            template = settings.chat_template or tokenizer.chat_templates.get("default")
+            body = {"chat_template": template, "vocab_size": tokenizer.vocab_size}
+            return json_response(tokenizer.special_tokens | body)
 
     return routes

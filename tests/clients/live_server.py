@@ -18,10 +18,10 @@ LIMIT = 60.0
 
 @contextmanager
 def live_server(
-    script: Script, settings: dict[str, Any], max_model_len: int = 2048
+    script: Script, settings: dict[str, Any], max_model_len: int = 2048, **listen_args: Any
 ) -> Iterator[str]:
     """Its URL, without a path. It runs in a thread."""
-    listen = ListenArgs(port=0, uvicorn_log_level="warning", shutdown_timeout=1)
+    listen = ListenArgs(port=0, uvicorn_log_level="warning", shutdown_timeout=1, **listen_args)
     bound = bind(listen)
     host, port = bound.getsockname()
     ready = threading.Event()

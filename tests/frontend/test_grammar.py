@@ -135,6 +135,19 @@ def test_a_regex_accepts_what_re_fully_matches(pattern):
         assert accepts(Params(regex=pattern), text) == bool(re.fullmatch(pattern, text)), text
 
 
+@pytest.mark.parametrize("name", ["a", "default", "format"])
+def test_formats_that_json_schema_does_not_know_say_nothing(name):
+    """Also where a property has a keyword's name, and what looks like one is data."""
+    part = {"type": "string", "format": "path", "maxLength": 4}
+    fixed = {"const": {"format": "path"}}
+    schema = {"type": "object", "properties": {name: part, "x": fixed}, "required": [name]}
+    assert accepts(Params(json=schema), json.dumps({name: "/tmp"}))
+    assert accepts(Params(json=schema), json.dumps({name: "", "x": {"format": "path"}}))
+    assert not accepts(Params(json=schema), json.dumps({name: "", "x": {}}))
+    with pytest.raises(ValueError, match="json-pointer"):
+        grammar_of(Params(json={"type": "string", "format": "json-pointer"}))
+
+
 def test_digits_words_and_spaces_are_of_ascii():
     in_regex = Params(regex=r"\d\w\s")
     in_json = Params(json={"type": "string", "pattern": r"^\d\w[x ]$"})

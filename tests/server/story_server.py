@@ -72,7 +72,7 @@ class StoryServer:
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == response.status_code and error["message"]
+    assert error["code"] in (response.status_code, "context_length_exceeded") and error["message"]
     return error
 
 

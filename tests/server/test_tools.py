@@ -162,6 +162,11 @@ def bad(**function: Any) -> dict[str, Any]:
     return dict(tools=[{"type": "function", "function": function}], tool_choice="required")
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 REFUSED = [
     ("tools", r"tools\[0\]\.function must be", dict(tools=[{"type": "function"}])),
     ("tools", r"tools\[0\]\.type: only 'function'", dict(tools=[{"type": "web_search"}])),
@@ -177,10 +182,12 @@ REFUSED = [
     ("tool_choice", r"--enable-auto-tool-choice", dict(tools=TOOLS, tool_choice="auto")),
     ("tool_choice", r"must be none, auto, required", dict(tools=TOOLS, tool_choice="always")),
     ("tool_choice", r"'f', which is not among", dict(tools=TOOLS, tool_choice={"function": {"name": "f"}})),
-    ("tool_choice", r"must have the form", dict(tools=TOOLS, tool_choice={"type": "allowed_tools"})),
+    ("tool_choice", r"must have the form", dict(tools=TOOLS, tool_choice={"type": "custom"})),
+    ("tool_choice", r"must hold allowed_tools", dict(tools=TOOLS, tool_choice={"type": "allowed_tools"})),
+    ("tool_choice", r"'f', which is not among", dict(tools=TOOLS, tool_choice=allowed("auto", "f"))),
     ("tool_choice", r"needs tools", dict(tool_choice="required")),
     ("tool_choice", r"exclude each other",
-     dict(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})),
+     dict(tools=TOOLS, tool_choice="required", structured_outputs={"json_object": True})),
     ("functions", r"use tools", dict(functions=[{"name": "f"}])),
     ("use_beam_search", r"no tools", dict(tools=TOOLS, use_beam_search=True, tool_choice="required")),
     ("messages", r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not JSON",

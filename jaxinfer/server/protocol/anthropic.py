@@ -23,7 +23,15 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class CountTokensRequest(TranslatedRequest):
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"}
+        {
+            "cache_control",
+            "context_management",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+        }
     )
     names: ClassVar[dict[str, str]] = {
         "stop": "stop_sequences",
@@ -163,6 +171,8 @@ def _messages(index: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
             results.append({"role": "tool", "tool_call_id": id, "content": text})
         elif kind == "thinking" and role == "assistant":
             message["reasoning"] = str(block.get("thinking") or "")
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue  # encrypted, by another server
         else:
             raise _bad(f"{place}.type: {kind!r:.100} is not supported here.")
     if texts or "tool_calls" in message or not results:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from jaxinfer.server.errors import BadRequest
-from jaxinfer.server.protocol.common import GenerationRequest, Int
+from jaxinfer.server.protocol.common import GenerationRequest, Int, NullsAreAbsent
 from jaxinfer.server.protocol.messages import template_message
 from jaxinfer.server.protocol.tools import ToolFields
 
 
-class ChatTemplateFields(BaseModel):
+class ChatTemplateFields(NullsAreAbsent):
     """What decides how a conversation is written as a prompt."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -81,10 +81,14 @@ class ChatCompletionRequest(ChatTemplateFields, ToolFields, GenerationRequest):
         return self
 
     def structured(self) -> dict[str, Any] | None:
-        """Where calls are demanded, what holds the output to them. Raises `BadRequest` also where the output would have
-        to be something else as well."""
+        """Where calls are demanded, what holds the output to them; a `response_format` is about answers, and there will be
+        none. Raises `BadRequest` also where the output would have to be something else as well."""
         wanted, calls = super().structured(), self.enforced()
-        if wanted is not None and calls is not None:
+        if (
+            calls is not None
+            and wanted is not None
+            and super().structured_field != "response_format"
+        ):
             raise BadRequest(
                 f"tool_choice {self.chosen.mode} and {self.structured_field} exclude each other: both say what the whole "
                 "output is.",

@@ -25,16 +25,32 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def is_neutral(value: Any) -> bool:
+    """Whether it asks for nothing, whatever the field is."""
+    return value is None or value is False or value in ("", [], {})
+
+
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 
 
-class StreamOptions(BaseModel):
+class NullsAreAbsent(BaseModel):
+    """Fields that are null have their defaults: clients send all that they know of, and OpenAI's API takes it so."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class StreamOptions(NullsAreAbsent):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(StructuredFields):
+class GenerationRequest(StructuredFields, NullsAreAbsent):
     """What both endpoints take. Values are checked by `SamplingParams`; here only their types are.
 
     Unknown fields are ignored, with one warning for each name, as vLLM does.
@@ -53,12 +69,14 @@ class GenerationRequest(StructuredFields):
         "routed_experts_prompt_start": "Routed experts are not reported.",
         "return_token_offsets": "return_token_offsets is not supported yet.",
     }
-    """Refused unless null, false or empty."""
+    """Refused unless null, false or empty, or, for `best_of`, what `n` says anyway."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
             "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
             "session_id",
@@ -113,7 +131,9 @@ class GenerationRequest(StructuredFields):
             return data
         for name, reason in cls.unsupported.items():
             value = data.get(name)
-            if value is not None and value is not False and value != []:
+            if name == "best_of" and value in (1, data.get("n")):
+                continue
+            if not is_neutral(value):
                 raise BadRequest(reason, param=name)
         return data
 

@@ -9,9 +9,16 @@ from jaxinfer.server.errors import BadRequest
 
 
 def template_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """One whose content is a string, as most templates expect, and whose calls have their arguments as objects. Raises
+    """One whose content is a string, as most templates expect, and whose calls have their arguments as objects. Fields
+    that are null are left out, as is an empty list of calls: templates ask whether they are there. Raises
     `BadRequest`."""
     where = f"messages[{index}]"
+    if any(value is None or value == [] for value in message.values()):
+        message = {
+            name: value
+            for name, value in message.items()
+            if value is not None and (name, value) != ("tool_calls", [])
+        }
     if not isinstance(message.get("role"), str):
         raise _bad(f"{where}.role must be a string.")
     calls = message.get("tool_calls")
@@ -27,7 +34,7 @@ def template_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         changed["reasoning_content"] = message.get("reasoning_content") or message["reasoning"]
     content = message.get("content")
     if content is None:
-        if not calls:
+        if message["role"] not in ("assistant", "tool"):
             raise _bad(f"{where}.content must be a string.")
         changed["content"] = ""
     elif isinstance(content, list):
@@ -56,9 +63,11 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 def _text(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return part["text"]
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str):
+            return text
     raise _bad(f"{where}.content: only parts of type 'text' are supported, got {kind!r:.100}.")
 
 

@@ -23,6 +23,7 @@ class ResponsesRequest(TranslatedRequest):
         {
             "client_metadata",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
-
 from jaxinfer.server.protocol.chat import ChatTemplateFields
-from jaxinfer.server.protocol.common import Int
+from jaxinfer.server.protocol.common import Int, NullsAreAbsent
 
 
-class TokenizeCompletionRequest(BaseModel):
+class TokenizeCompletionRequest(NullsAreAbsent):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -23,6 +21,6 @@ class TokenizeChatRequest(ChatTemplateFields):
     tools: list[dict[str, Any]] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(NullsAreAbsent):
     model: str | None = None
     tokens: list[Int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from jaxinfer.frontend.tool_grammar import arguments_schema, required_calls
 from jaxinfer.server.errors import BadRequest
@@ -24,6 +24,29 @@ class ToolFields(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
+
+    @model_validator(mode="after")
+    def _keep_allowed_tools(self) -> ToolFields:
+        """Of the tools, where a choice says which may be called: the others are as if they weren't there."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return self
+        allowed = choice.get("allowed_tools")
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
+            raise _bad_choice(
+                "of type allowed_tools must hold allowed_tools with the mode auto or required, and tools."
+            )
+        names = [_named(tool) if isinstance(tool, dict) else tool for tool in listed]
+        known = tool_names(self.tools or [])
+        if unknown := [name for name in names if name not in known]:
+            raise _bad_choice(
+                f"allows the function {unknown[0]!r:.100}, which is not among the tools."
+            )
+        self.tools = [t for t, name in zip(self.tools or [], known, strict=True) if name in names]
+        self.tool_choice = mode
+        return self
 
     @cached_property
     def chosen(self) -> ToolChoice:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from jaxinfer.server.errors import ApiError, BadRequest
 from jaxinfer.server.protocol.chat import ChatCompletionRequest
+from jaxinfer.server.protocol.common import NullsAreAbsent, is_neutral
 
 EXTRAS = frozenset(
     {
@@ -35,7 +36,7 @@ EXTRAS = frozenset(
 """Fields of chat completions that requests of other APIs may have too."""
 
 
-class TranslatedRequest(BaseModel):
+class TranslatedRequest(NullsAreAbsent):
     """Fields that are in none of the lists are refused, as nobody would notice that they have no effect."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -50,8 +51,7 @@ class TranslatedRequest(BaseModel):
         """With these `fields` and the extra ones. Raises `BadRequest` with the names of this API."""
         extras = self.model_extra or {}
         for name, value in extras.items():
-            is_neutral = value is None or value is False or value == []
-            if name not in EXTRAS | self.without_effect and not is_neutral:
+            if name not in EXTRAS | self.without_effect and not is_neutral(value):
                 raise BadRequest(f"{name} is not supported.", param=name)
         given = {name: value for name, value in extras.items() if name in EXTRAS}
         try:
