@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def run_python(name: str, package: str, url: str, directory: Path) -> str:
     return run([interpreter(package), str(path)], directory)
 
 
-def run(command: list[str], directory: Path) -> str:
+def run(command: list[str], directory: Path, variables: Mapping[str, str] | None = None) -> str:
     """What it prints. It knows no key of any service, and writes into `directory`."""
     given = {
         name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ
@@ -75,7 +76,7 @@ def run(command: list[str], directory: Path) -> str:
     done = subprocess.run(
         command,
         cwd=directory,
-        env=given | {"HOME": str(directory), "OTEL_SDK_DISABLED": "true"},
+        env=given | {"HOME": str(directory), "OTEL_SDK_DISABLED": "true"} | dict(variables or {}),
         capture_output=True,
         text=True,
         timeout=LIMIT,
