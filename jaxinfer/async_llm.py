@@ -22,6 +22,7 @@ from jaxinfer.frontend.request_state import RequestState
 from jaxinfer.lora_request import LoRARequest
 from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.pooling_llm import AsyncPoolingMethods, pooling_processor, refuse_pooling
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
 
@@ -47,7 +48,7 @@ class Observer(Protocol):
         ...
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingMethods):
     """Takes the arguments of `EngineArgs`. `shutdown` releases the device.
 
     Its methods are for one event loop at a time; the loop that calls `generate` also handles the outputs.
@@ -85,6 +86,7 @@ class AsyncLLM:
     ) -> None:
         self.config = frontend.config
         self.processor = frontend.processor
+        self.pooling = pooling_processor(frontend.config, frontend.processor, frontend.tokenizer)
         self.token_text = frontend.token_text
         self.num_cores = len(num_blocks)
         self.metrics = CoreMetrics(frontend.config, num_blocks)
@@ -143,6 +145,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
         """The first half of `generate`: tokenized and checked (`ValueError`), not started. Thread-safe."""
+        refuse_pooling(self.pooling, "generate()")
         return self.processor.prepare(
             prompt,
             sampling_params,

@@ -30,6 +30,12 @@ _GROUPS: dict[str, dict[str, str]] = {
         "logits_processors": "functions that requests may have applied to their logits",
         "logprobs_mode": "report log probabilities or logits, as the model gives them or after processing",
     },
+    "vectors": {
+        "runner": "auto, generate or pooling: write tokens, or make vectors",
+        "convert": "auto, embed or classify: what a pooling model's vectors are; none: as the checkpoint has it",
+        "pooler_config": 'JSON object: {"pooling_type": "CLS", "LAST" or "MEAN", "use_activation": …}',
+        "override_pooler_config": "the old name of --pooler-config",
+    },
     "memory": {
         "gpu_memory_utilization": "fraction of the device's memory to use, in (0, 1]",
         "kv_cache_dtype": "auto (the model's), float32, bfloat16, float16, or 8 bits: fp8 or int8",

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxinfer.pooler_config import PoolerConfig
 from jaxinfer.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     lora: LoRAConfig | None = None
     """None: no adapters."""
+    pooler: PoolerConfig | None = None
+    """Of an engine that makes vectors; None: it writes tokens."""
 
     @property
     def max_blocks_per_seq(self) -> int:

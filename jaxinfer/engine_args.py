@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from jaxinfer.config import (
     CASCADE_MIN_ROWS,
@@ -31,29 +31,12 @@ from jaxinfer.config import (
     SchedulingPolicy,
     WarmupPolicy,
 )
+from jaxinfer.engine_limits import ModelLimits
 from jaxinfer.logits_processors import LogitsProcessor, check_declared
+from jaxinfer.pooler_config import Convert, PoolerConfig, Runner, check_given
 from jaxinfer.speculative_config import SpeculativeConfig, speculative_config
 
 logger = logging.getLogger(__name__)
-
-
-class ModelLimits(Protocol):
-    """What the flat arguments need to know of the model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def has_attention(self) -> bool: ...
-    @property
-    def has_states(self) -> bool: ...
-    @property
-    def checkpoint_dtype(self) -> str: ...
-
-    def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
-        """See `CacheConfig.windows`."""
-        ...
 
 
 _DTYPES = {
@@ -128,6 +111,10 @@ class EngineArgs:
     warmup: WarmupPolicy = "lazy"
     compilation_cache_dir: str | None = None
     deterministic: bool = False
+    runner: Runner = "auto"
+    convert: Convert = "auto"
+    pooler_config: dict[str, Any] | None = None
+    override_pooler_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def at_least(name: str, low: float) -> None:
@@ -149,6 +136,9 @@ class EngineArgs:
             at_least(name, 0)
         at_least("data_parallel_rank", 0)
         check_declared(self.logits_processors)
+        if self.pooler_config is not None and self.override_pooler_config is not None:
+            raise ValueError("override_pooler_config is the old name of pooler_config; give one.")
+        check_given(self.given_pooler)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}."
@@ -163,18 +153,25 @@ class EngineArgs:
             ("prefix_caching_hash_algo", ("sha256", "xxhash")),
             ("warmup", ("all", "lazy")),
             ("logprobs_mode", get_args(LogprobsMode)),
+            ("runner", get_args(Runner)),
+            ("convert", get_args(Convert)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
+
+    @property
+    def given_pooler(self) -> dict[str, Any] | None:
+        return self.pooler_config or self.override_pooler_config
 
     def create_engine_config(
         self,
         limits: ModelLimits,
         device: Device,
         processors: Mapping[str, LogitsProcessor] | None = None,
+        pooler: PoolerConfig | None = None,
     ) -> EngineConfig:
         """Fill in every default from the model's limits and the device. `processors` are the `logits_processors`,
-        resolved.
+        resolved; `pooler` makes an engine for vectors.
 
         Raises `ValueError` when `max_model_len` exceeds what the model was trained for, or the step's token budget
         can't hold one token of each sequence.
@@ -185,13 +182,17 @@ class EngineArgs:
                 f"max_model_len is {max_model_len}, but the model's positions end at "
                 f"{limits.max_position_embeddings}; use at most that."
             )
-        max_num_seqs = self.max_num_seqs or (256 if device == "gpu" else 64)
-        budget = self.max_num_batched_tokens or max(8192 if device == "gpu" else 1024, max_num_seqs)
+        # An encoder's prompts cost no memory while they wait, and of many there are more of like lengths.
+        is_encoder = pooler is not None and pooler.is_encoder
+        max_num_seqs = self.max_num_seqs or (256 if device == "gpu" or is_encoder else 64)
+        budget = self.max_num_batched_tokens or max(
+            8192 if device == "gpu" else 4096 if is_encoder else 1024, max_num_seqs
+        )
         if budget < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})."
             )
-        prefix_caching = self._prefix_caching(limits)
+        prefix_caching = self._prefix_caching(limits, pooler)
         if self.cache_aware_scheduling and not prefix_caching:
             raise ValueError("cache_aware_scheduling needs enable_prefix_caching, got False.")
         speculative = self._speculative(device)
@@ -200,7 +201,9 @@ class EngineArgs:
         if not (self.disable_hybrid_kv_cache_manager or (speculative and speculative.from_model)):
             windows = limits.cache_windows(max_model_len)
         # Where nothing is kept of single tokens, a block only says that a request runs.
-        block_size = (64 if device == "gpu" else 16) if limits.has_attention else max_model_len
+        block_size = self.block_size or (64 if device == "gpu" else 16)
+        if not limits.has_attention:
+            block_size = max_model_len if is_encoder else self.block_size or max_model_len
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -219,7 +222,7 @@ class EngineArgs:
             ),
             load=LoadConfig(self.load_format, self.download_dir, self.revision),
             cache=CacheConfig(
-                block_size=self.block_size or block_size,
+                block_size=block_size,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
@@ -251,6 +254,7 @@ class EngineArgs:
             deterministic=self.deterministic,
             speculative=speculative,
             lora=self._lora(_DTYPES[self.dtype] or limits.checkpoint_dtype),
+            pooler=pooler,
         )
 
     def _lora(self, dtype: str) -> LoRAConfig | None:
@@ -266,9 +270,13 @@ class EngineArgs:
             _DTYPES[self.lora_dtype] or dtype,
         )
 
-    def _prefix_caching(self, limits: ModelLimits) -> bool:
-        """Also refuses what else needs to go back to an earlier token, where layers have states: these only know the
-        last."""
+    def _prefix_caching(self, limits: ModelLimits, pooler: PoolerConfig | None) -> bool:
+        """Also refuses what an engine for vectors has no use for, and what else needs to go back to an earlier token,
+        where layers have states: these only know the last."""
+        if pooler is not None:
+            self._check_pooling(pooler)
+        if pooler is not None and pooler.is_encoder:
+            return False
         if not limits.has_states:
             return self.enable_prefix_caching is not False
         for name, value in (
@@ -283,6 +291,20 @@ class EngineArgs:
                 )
         logger.info("Prefix caching is off: the model's layers keep states.")
         return False
+
+    def _check_pooling(self, pooler: PoolerConfig) -> None:
+        for name, value in (
+            ("speculative_config", self.speculative_config),
+            ("deterministic", self.deterministic),
+            ("logits_processors", self.logits_processors),
+            ("enable_lora", self.enable_lora),
+            ("enable_prefix_caching", pooler.is_encoder and self.enable_prefix_caching),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} can't be combined with this model: it makes vectors"
+                    f"{' of whole prompts' if pooler.is_encoder else ''}."
+                )
 
     def _jump_ahead_max_rows(self, device: Device) -> int:
         if not self.grammar_jump_ahead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.logits_processors import resolve_processors
 from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
+from jaxinfer.weights.sentence_transformers import read_sentence_transformers
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -148,10 +149,14 @@ def _build_core(
 
     from jaxinfer.engine.core import EngineCore
     from jaxinfer.executor.build import build_executor
+    from jaxinfer.models.encoders.registry import is_encoder
     from jaxinfer.models.registry import describe_model
 
-    model = describe_model(reader.config() | args.hf_overrides, args.max_model_len)
     device: Device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    hf_config = reader.config() | args.hf_overrides
+    if is_encoder(hf_config):
+        return _build_encoder_core(args, reader, hf_config, device)
+    model = describe_model(hf_config, args.max_model_len)
     processors = resolve_processors(args.logits_processors)
     config = args.create_engine_config(model, device, processors)
     executor = build_executor(config, model, reader, processors, draft_checkpoint(args, config))
@@ -160,6 +165,25 @@ def _build_core(
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _build_encoder_core(
+    args: EngineArgs, reader: CheckpointReader, hf_config: dict[str, Any], device: Device
+) -> tuple[EngineConfig, EngineCore]:
+    from jaxinfer.engine.core import EngineCore
+    from jaxinfer.executor.encoder_executor import EncoderExecutor
+    from jaxinfer.models.encoders.dtype import quickest_dtype
+    from jaxinfer.models.encoders.registry import describe_encoder
+    from jaxinfer.pooling_model import encoder_pooler
+
+    model = replace(describe_encoder(hf_config), checkpoint_dtype=quickest_dtype(device))
+    files = read_sentence_transformers(model_files(args).path)
+    pooler = encoder_pooler(args, hf_config, model, files)
+    if files and files.max_seq_length and args.max_model_len is None:
+        longest = min(files.max_seq_length, model.max_position_embeddings)
+        args = replace(args, max_model_len=longest)
+    config = args.create_engine_config(model, device, pooler=pooler)
+    return config, EngineCore(config, EncoderExecutor(config, model, reader))
 
 
 def draft_checkpoint(args: EngineArgs, config: EngineConfig) -> CheckpointReader | None:

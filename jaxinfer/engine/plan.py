@@ -20,6 +20,7 @@ from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.messages import Pooling
     from jaxinfer.engine.step_costs import StepCosts
 
 Int32 = npt.NDArray[np.int32]
@@ -45,6 +46,7 @@ class AdmittedRow:
     sampling_params: SamplingParams
     adapter_slot: int = 0
     """Of those that `StepPlan.adapters` fill, from 1 on; 0: without an adapter."""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,9 @@ class StepResult:
 
     `draft_token_ids` [R, K]: guesses for the tokens after those of this result, a row's as many as come before its
     first -1, by an executor that drafts.
+
+    `pooled` maps an index into the plan's rows to what a request for vectors gets, where its prompt is computed. Such a
+    row's token says nothing, and `invalid` is about its vectors.
     """
 
     token_ids: Int32
@@ -181,6 +186,7 @@ class StepResult:
     prompt_logprobs: dict[int, LogprobArrays] = field(default_factory=dict)
     num_tokens: Int32 | None = None
     draft_token_ids: npt.NDArray[np.int32] | None = None
+    pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

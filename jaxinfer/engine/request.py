@@ -60,6 +60,7 @@ class Request:
         "num_preemptions",
         "num_prompt_logprobs_sent",
         "output_token_ids",
+        "pooling",
         "priority",
         "prompt_token_ids",
         "reads_prefix_cache",
@@ -97,9 +98,13 @@ class Request:
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
+        self.pooling = message.pooling
         self.max_total_tokens = model.max_model_len
         if params.max_tokens is not None:
             self.max_total_tokens = min(model.max_model_len, num_prompt + params.max_tokens)
+        if self.pooling is not None:
+            # Its one token stands for the vectors and takes no place.
+            self.max_total_tokens = num_prompt + 1
 
         self.thinking = message.thinking
         self.is_guided = message.grammar is not None or message.thinking is not None
@@ -161,6 +166,8 @@ def check_request(message: EngineCoreRequest, model: ModelConfig) -> None:
     max_tokens = message.sampling_params.max_tokens
     if not num_prompt:
         raise ValueError(f"prompt_token_ids of request {message.request_id!r} is empty.")
+    if message.pooling is not None and num_prompt <= model.max_model_len:
+        return
     if num_prompt >= model.max_model_len:
         raise ValueError(
             f"prompt_token_ids of request {message.request_id!r} has {num_prompt} tokens, which leaves no room for "

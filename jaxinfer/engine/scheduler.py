@@ -364,6 +364,7 @@ class Scheduler:
                     len(r.prompt_token_ids),
                     r.sampling_params,
                     r.adapter_slot,
+                    r.pooling,
                 )
                 for r in admitted
             ],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.engine.logprobs import new_prompt_logprobs, token_logprobs
-from jaxinfer.engine.messages import EngineCoreOutputs, FinishedRequest, FinishReason
+from jaxinfer.engine.messages import EngineCoreOutputs, FinishedRequest, FinishReason, Pooled
 from jaxinfer.engine.plan import Int32, StepResult
 from jaxinfer.engine.request import Request, RequestState
 from jaxinfer.engine.row_table import RowTable
@@ -20,6 +20,8 @@ NAN_LOGITS = (
     "NaN logits: the model's output for this request is not a number, so no token can be sampled. "
     "The weights, the dtype or a custom logits processor are at fault."
 )
+
+NAN_VECTORS = "NaN: the model's output for this request is not a number. The weights or the dtype are at fault."
 
 
 class StepUpdate:
@@ -62,6 +64,8 @@ class StepUpdate:
             self._report_logprobs()
         if result.num_tokens is not None:
             self._report_drafts(result.num_tokens)
+        if result.pooled:
+            self._report_pooled()
 
     def _append_live(self, positions: Index | None) -> None:
         """Append the tokens at these positions of the plan (None: all) to their rows."""
@@ -164,7 +168,8 @@ class StepUpdate:
     def _fail(self, position: int) -> None:
         request = self._step.batch.requests[position]
         if request.state is not RequestState.FINISHED:
-            error = FinishedRequest(request.request_id, FinishReason.ERROR, NAN_LOGITS)
+            text = NAN_LOGITS if request.pooling is None else NAN_VECTORS
+            error = FinishedRequest(request.request_id, FinishReason.ERROR, text)
             self._end(request, error)
 
     def _report_logprobs(self) -> None:
@@ -200,6 +205,15 @@ class StepUpdate:
                 int(np.count_nonzero(accepted > i)) for i in range(int(accepted.max(initial=0)))
             ],
         )
+
+    def _report_pooled(self) -> None:
+        """In place of tokens."""
+        for position, array in self._result.pooled.items():
+            request = self._step.batch.requests[position]
+            if request.state is not RequestState.FINISHED and not self._result.invalid[position]:
+                pooled = Pooled(list(array.shape), array.astype(np.float32).tobytes())
+                self.outputs.pooled[request.request_id] = pooled
+        self.outputs.request_ids, self.outputs.token_ids = [], []
 
     def _report_prompt_logprobs(self) -> None:
         for position, arrays in self._result.prompt_logprobs.items():

@@ -9,7 +9,9 @@ import jax
 
 from jaxinfer.engine.stats import DeviceMemory
 from jaxinfer.engine.step_costs import StepCosts
-from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.encoders.encoder import Encoder
+from jaxinfer.models.encoders.spec import EncoderSpec
+from jaxinfer.models.functional import FlatModule, FunctionalDecoder
 from jaxinfer.models.latent_spec import LatentAttentionSpec
 from jaxinfer.models.spec import AnyAttentionSpec
 from jaxinfer.parallel.mesh import device_bytes, tensor_parallel_size
@@ -42,6 +44,26 @@ def step_costs(decoder: FunctionalDecoder) -> StepCosts:
         kv_bytes=float(sum(map(device_bytes, kv_arrays))),
         state_bytes=float(sum(map(device_bytes, jax.tree.leaves(states)))),
         windows=tuple(windows.items()),
+        peak_flops=target.bf16_flops_per_second if has_peak and target else None,
+        peak_bandwidth=target.bytes_per_second if has_peak and target else None,
+    )
+
+
+def encoder_costs(spec: EncoderSpec, module: FlatModule[Encoder], device: jax.Device) -> StepCosts:
+    """An encoder keeps nothing: its tokens see all of a prompt, which counts here as twice what a decoder's see."""
+    E, M = spec.embed_dim, spec.mlp_dim
+    target = _target(device)
+    dtype_bytes = module.leaves["embed",].dtype.itemsize
+    has_peak = target is not None and 8 * dtype_bytes == _BITS_OF_PEAK
+    return StepCosts(
+        token_flops=2.0 * spec.num_layers * (4 * E * E + 2 * E * M),
+        logits_flops=2.0 * E * spec.head.num_classes if spec.head else 0.0,
+        pair_flops=8.0 * E,
+        weight_bytes=float(
+            sum(device_bytes(leaf) for path, leaf in module.leaves.items() if path != ("embed",))
+        ),
+        kv_bytes=0.0,
+        windows=((None, spec.num_layers),),
         peak_flops=target.bf16_flops_per_second if has_peak and target else None,
         peak_bandwidth=target.bytes_per_second if has_peak and target else None,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import numpy as np
+
 from jaxinfer.engine.messages import (
     EngineCoreOutputs,
     FinishedRequest,
@@ -64,6 +66,10 @@ class OutputProcessor:
             if completion := self._completions.get(core_id):
                 completion.request.metrics.num_draft_tokens += drafted
                 completion.request.metrics.num_accepted_tokens += accepted
+        for core_id, pooled in outputs.pooled.items():
+            if completion := self._completions.get(core_id):
+                array = np.frombuffer(pooled.data, np.float32).reshape(pooled.shape)
+                completion.request.pooled = array
         to_abort = self._add_tokens(outputs, finished, touched, now)
         for end in outputs.finished:
             completion = self._completions.pop(end.request_id, None)

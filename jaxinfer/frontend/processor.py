@@ -12,7 +12,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import msgspec
 
 from jaxinfer.config import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, ModelConfig
-from jaxinfer.engine.messages import EngineCoreRequest, Thinking
+from jaxinfer.engine.messages import EngineCoreRequest, Pooling, Thinking
 from jaxinfer.frontend.parallel_sampling import expand
 from jaxinfer.logits_processors import EXTRA_ARG, complete_request
 from jaxinfer.lora_request import LoRARequest
@@ -36,12 +36,14 @@ class TokensPrompt(TypedDict):
 
 
 class PromptTooLongError(ValueError):
-    """The context has no room for the prompt and a token after it. Lengths are in tokens."""
+    """The context has no room for the prompt and `num_output` tokens after it. Lengths are in tokens."""
 
-    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_tokens: int, max_model_len: int, num_output: int = 1) -> None:
+        room = f"a prompt of at most {max_model_len - 1} tokens and one output token."
+        if not num_output:
+            room = "a prompt of at most as many; truncate_prompt_tokens cuts longer ones."
         super().__init__(
-            f"The prompt has {num_tokens} tokens; max_model_len is {max_model_len}, which leaves room for "
-            f"a prompt of at most {max_model_len - 1} tokens and one output token."
+            f"The prompt has {num_tokens} tokens; max_model_len is {max_model_len}, which leaves room for {room}"
         )
         self.num_tokens = num_tokens
 
@@ -116,15 +118,12 @@ class Processor:
         """Raises `ValueError` for whatever the model can't do. `add_special_tokens` is for a text prompt: False when
         it went through a chat template, which has put them already. `thinking`: a grammar begins after it."""
         arrival_time = time.monotonic()
-        if isinstance(priority, bool) or not isinstance(priority, Integral):
-            raise ValueError(f"priority must be an integer, got {priority!r}.")
+        _check_priority(priority)
         text, token_ids = self._token_ids(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         params = self._complete(params, len(token_ids))
-        number = f"{next(self._counter)}{self._origin}"
         core_request = EngineCoreRequest(
-            # The core names its requests whenever the batch changes: a client's long id must not cost everybody.
-            request_id=number if request_id is None else f"{request_id[:64]}#{number}",
+            request_id=self._core_id(request_id),
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_time=arrival_time,
@@ -136,7 +135,7 @@ class Processor:
             lora=self._checked_adapter(lora_request),
         )
         return PreparedRequest(
-            request_id=number if request_id is None else request_id,
+            request_id=core_request.request_id if request_id is None else request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             sampling_params=params,
@@ -150,6 +149,47 @@ class Processor:
         if adapter is not None and not self._has_adapters:
             raise ValueError("lora_request needs an engine with enable_lora=True.")
         return adapter
+
+    def prepare_pooling(
+        self,
+        prompt: Prompt,
+        pooling: Pooling,
+        *,
+        sampling_params: SamplingParams,
+        keep: int | None,
+        request_id: str | None,
+        priority: int,
+    ) -> PreparedRequest:
+        """A request for vectors; of given token ids, the last `keep` are taken. Its `sampling_params` only end it. Raises as
+        `prepare`."""
+        arrival_time = time.monotonic()
+        _check_priority(priority)
+        text, token_ids = self._token_ids(prompt, True)
+        token_ids = token_ids if keep is None else token_ids[-keep:]
+        self._check_prompt(token_ids, num_output=0)
+        core_request = EngineCoreRequest(
+            request_id=self._core_id(request_id),
+            prompt_token_ids=token_ids,
+            sampling_params=sampling_params,
+            arrival_time=arrival_time,
+            eos_token_ids=[0],  # whatever stands for the vectors, the request has ended by itself
+            priority=int(priority),
+            cache_salt=_cache_salt(prompt),
+            pooling=pooling,
+        )
+        return PreparedRequest(
+            request_id=core_request.request_id if request_id is None else request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            sampling_params=sampling_params,
+            arrival_time=arrival_time,
+            core_requests=[core_request],
+        )
+
+    def _core_id(self, request_id: str | None) -> str:
+        number = f"{next(self._counter)}{self._origin}"
+        # The core names its requests whenever the batch changes: a client's long id must not cost everybody.
+        return number if request_id is None else f"{request_id[:64]}#{number}"
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -170,7 +210,7 @@ class Processor:
             )
         return None, _ids(prompt)
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: list[int], num_output: int = 1) -> None:
         if not token_ids:
             raise ValueError("prompt must not be empty: it holds no tokens.")
         vocab_size = self._config.vocab_size
@@ -181,8 +221,8 @@ class Processor:
                 f"got {low if low < 0 else high}."
             )
         max_len = self._config.max_model_len
-        if len(token_ids) >= max_len:
-            raise PromptTooLongError(len(token_ids), max_len)
+        if len(token_ids) + num_output > max_len:
+            raise PromptTooLongError(len(token_ids), max_len, num_output)
 
     def _complete(self, params: SamplingParams | None, prompt_len: int) -> SamplingParams:
         """A copy, validated again (callers may have changed fields), in which nothing is left open."""
@@ -262,6 +302,11 @@ class Processor:
             if spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         return sequences
+
+
+def _check_priority(priority: int) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
+        raise ValueError(f"priority must be an integer, got {priority!r}.")
 
 
 def _grammar(params: SamplingParams) -> str | None:

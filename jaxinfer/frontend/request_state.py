@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxinfer.engine.messages import TokenLogprobs
 from jaxinfer.frontend.detokenizer import Detokenizer
 from jaxinfer.frontend.logprobs import LogprobHistory, logprob_history
@@ -120,7 +122,7 @@ class RequestState:
     """A request with its completions. `request_id` is the caller's; the core knows only the completions' ids."""
 
     __slots__ = ("_prompt_logprobs", "changed", "completions", "kind", "metrics")
-    __slots__ += ("num_cached_tokens", "num_unfinished", "params", "prompt")
+    __slots__ += ("num_cached_tokens", "num_unfinished", "params", "pooled", "prompt")
     __slots__ += ("prompt_token_ids", "request_id", "sink")
 
     def __init__(
@@ -142,6 +144,7 @@ class RequestState:
             CompletionState(core.request_id, i, self, token_text)
             for i, core in enumerate(prepared.core_requests)
         ]
+        self.pooled: np.ndarray | None = None
         self.num_cached_tokens = 0
         self.num_unfinished = len(self.completions)
         self.changed: list[CompletionState] = []
@@ -187,5 +190,6 @@ class RequestState:
                 prompt_logprobs=prompt_logprobs and prompt_logprobs.since(0),
                 metrics=metrics,
                 num_cached_tokens=self.num_cached_tokens,
+                pooled=self.pooled,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.async_llm import AsyncLLM
@@ -17,6 +17,7 @@ from jaxinfer.server import (
     messages,
     middleware,
     page,
+    pooling,
     responses,
     status,
     tokens,
@@ -50,6 +51,12 @@ def build_app(
         chat.router(serving),
         responses.router(serving, stored),
         messages.router(serving),
+    ):
+        app.include_router(
+            router, responses=errors.ERROR_RESPONSES, dependencies=[Depends(serving.check_writes)]
+        )
+    for router in (
+        pooling.router(serving),
         tokens.router(serving),
         status.router(serving, numbers),
     ):

@@ -6,15 +6,20 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Protocol
 
 from fastapi import Request
 
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.server.errors import ApiError, BadRequest
-from jaxinfer.server.protocol.common import GenerationRequest
 from jaxinfer.server.serving import close
 
 TIMEOUT_HEADER = "x-request-timeout"
+
+
+class HasTimeout(Protocol):
+    @property
+    def timeout(self) -> float | None: ...
 
 
 class Deadline:
@@ -26,7 +31,7 @@ class Deadline:
         self._at = None if timeout is None else loop.time() + timeout
 
     @classmethod
-    def of(cls, http: Request, request: GenerationRequest) -> Deadline:
+    def of(cls, http: Request, request: HasTimeout) -> Deadline:
         """The request's `timeout`, or that of its header. Raises `BadRequest` for what is no time to wait."""
         timeout: float | None = request.timeout
         if timeout is None and (header := http.headers.get(TIMEOUT_HEADER)) is not None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from jaxinfer.engine.errors import EngineDeadError
+from jaxinfer.engine.errors import EngineDeadError, WrongRunner
 from jaxinfer.outputs import RequestFailedError
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,8 @@ def to_api_error(error: BaseException) -> ApiError:
         if error.is_refused:
             return BadRequest(message)
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, kind="internal_server_error")
+    if isinstance(error, WrongRunner):
+        return ApiError(HTTPStatus.NOT_FOUND, str(error), kind="not_found_error", param="model")
     if isinstance(error, ValueError):
         return BadRequest(str(error))
     logger.error("A request failed.", exc_info=error)
@@ -203,7 +205,7 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    for kind in (ApiError, EngineDeadError, RequestFailedError):
+    for kind in (ApiError, EngineDeadError, RequestFailedError, WrongRunner):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(Exception, known)
 

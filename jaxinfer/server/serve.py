@@ -77,6 +77,8 @@ def _ready_line(
 def _describe_caches(ready: Sequence[Ready]) -> str:
     """One line; all cores are built alike."""
     config, num_blocks = ready[0].config, ready[0].num_blocks
+    if config.pooler is not None and config.pooler.is_encoder:
+        return f"{' and '.join(config.pooler.tasks)}, texts of up to {config.model.max_model_len} tokens."
     room = CacheDemand.of(config).num_requests(num_blocks - 1, config.max_blocks_per_seq)
     cores = "" if len(ready) == 1 else f"{len(ready)} engine cores, each with a "
     return (

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from fastapi import Request
@@ -18,6 +18,7 @@ from jaxinfer.engine.messages import Thinking
 from jaxinfer.frontend.processor import PreparedRequest, PromptTooLongError
 from jaxinfer.frontend.tool_parsers import ToolParser, tool_parsers
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.pooling_llm import refuse_pooling
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import ApiError, BadRequest, ContextExceeded, from_value_error
@@ -79,6 +80,10 @@ class Serving:
                 kind="not_found_error",
                 param="model",
             )
+
+    def check_writes(self, http: Request) -> None:
+        """Raises `WrongRunner` for an endpoint that generates, where the engine makes vectors."""
+        refuse_pooling(self.llm.pooling, http.url.path)
 
     def sampling_params(self, request: GenerationRequest, **more: Any) -> SamplingParams:
         try:
@@ -208,7 +213,12 @@ def close(streams: Sequence[RequestStream]) -> None:
         stream.close()
 
 
-def request_id(http: Request, request: GenerationRequest) -> str:
+class HasRequestId(Protocol):
+    @property
+    def request_id(self) -> str | None: ...
+
+
+def request_id(http: Request, request: HasRequestId) -> str:
     """The client's, or a new one."""
     return request.request_id or http.headers.get("x-request-id") or uuid4().hex
 

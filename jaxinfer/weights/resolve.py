@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxinfer.weights.packaged import PACKAGED_MODELS, packaged_model
+from jaxinfer.weights.packaged import (
+    PACKAGED_DIRECTORIES,
+    PACKAGED_MODELS,
+    packaged_directory,
+    packaged_model,
+)
 from jaxinfer.weights.reader import CheckpointReader
 
 Kind = Literal["hf", "gguf", "orbax"]
@@ -84,6 +89,8 @@ def _find(
         return _local(local)
     if model in PACKAGED_MODELS:
         return ModelFiles("gguf", packaged_model(model))
+    if model in PACKAGED_DIRECTORIES:
+        return ModelFiles("hf", packaged_directory(model))
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise ValueError(
             f"Model {model!r}: no such file or directory, and it can't be an id of the Hugging Face hub."
@@ -130,8 +137,9 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, load_f
         from_hub = "it holds no config.json with safetensors files, or the download is not complete"
     except Exception as error:
         from_hub = _first_line(error)
+    aliases = ", ".join([*PACKAGED_MODELS, *PACKAGED_DIRECTORIES])
     raise ValueError(
-        f"Model {model!r} was not found. Tried: a local path (none); the aliases {', '.join(PACKAGED_MODELS)} (not one "
+        f"Model {model!r} was not found. Tried: a local path (none); the aliases {aliases} (not one "
         f"of them); the local Hugging Face cache ({in_cache}); the Hugging Face hub ({from_hub})."
     )
 
