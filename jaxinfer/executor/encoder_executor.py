@@ -85,7 +85,9 @@ class EncoderExecutor:
         mesh = self._mesh = make_mesh(1)
         module = FlatModule.create(lambda: Encoder(model.spec, jnp.dtype(config.model.dtype)), mesh)
         self._programs = EncoderPrograms(module, mesh, cache, config.pooler.pooling_type)
-        self._batches = LengthBatches.create(config.model.max_model_len)
+        self._batches = LengthBatches.create(
+            config.model.max_model_len, config.scheduler.max_num_seqs, config.device
+        )
         start = time.perf_counter()
         self._weights = _Weights(self._load())
         logger.info(

@@ -7,31 +7,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxinfer.config import Device
 from jaxinfer.engine.plan import Int32
 
-BATCH_TOKENS = 1024
-"""Of a full batch. On a CPU matrices of more rows are multiplied no faster; with fewer, tails cost less."""
+BATCH_TOKENS = {"cpu": 512, "gpu": 8192}
+"""Of a full batch. On a CPU matrices of more rows are multiplied no faster, and texts of fewer are more alike."""
 
 
 def length_rungs(longest: int) -> list[int]:
-    """16, 24, 32, 48, … up to `longest`, which is one itself."""
-    rungs, step = [], 16
+    """8, 12, 16, 24, 32, 40, 48, 64, 80, 96, … up to `longest`, which is one itself."""
+    rungs, step = [], 8
     while step < longest:
-        rungs += [step, step * 3 // 2]
+        steps = (step, step * 5 // 4, step * 3 // 2)
+        rungs += [rung for rung in steps if rung % min(step // 2, 8) == 0]
         step *= 2
     return [*(rung for rung in rungs if rung < longest), longest]
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBatches:
-    """Shapes [B, L]: L one of `lengths`, B a power of two with which the batch has up to `batch_tokens` tokens."""
+    """Shapes [B, L]: L one of `lengths`, B a power of two, of no more than `max_texts` and with which the batch has up to
+    `batch_tokens` tokens."""
 
     lengths: tuple[int, ...]
-    batch_tokens: int = BATCH_TOKENS
+    max_texts: int
+    batch_tokens: int
 
     @classmethod
-    def create(cls, longest: int, batch_tokens: int = BATCH_TOKENS) -> LengthBatches:
-        return cls(tuple(length_rungs(longest)), batch_tokens)
+    def create(cls, longest: int, max_texts: int, device: Device) -> LengthBatches:
+        return cls(tuple(length_rungs(longest)), max_texts, BATCH_TOKENS[device])
 
     def all_shapes(self) -> Iterator[tuple[int, int]]:
         for length in self.lengths:
@@ -61,4 +65,5 @@ class LengthBatches:
             start += rows
 
     def _most_rows(self, length: int) -> int:
-        return 1 << max(self.batch_tokens // length, 1).bit_length() - 1
+        most = max(min(self.batch_tokens // length, self.max_texts), 1)
+        return 1 << most.bit_length() - 1

@@ -19,6 +19,7 @@ from jaxinfer.server import (
     page,
     pooling,
     responses,
+    score,
     status,
     tokens,
 )
@@ -57,6 +58,7 @@ def build_app(
         )
     for router in (
         pooling.router(serving),
+        score.router(serving),
         tokens.router(serving),
         status.router(serving, numbers),
     ):
