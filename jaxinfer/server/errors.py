@@ -147,7 +147,7 @@ def json_response(
     return Response(encode_json(body), status, headers=headers, media_type="application/json")
 
 
-_NAME = re.compile(r"[a-z][a-z_]*")
+_NAME = re.compile(r"[a-z][a-z_0-9]*")
 
 
 def from_value_error(error: ValueError, fields: Any) -> BadRequest:

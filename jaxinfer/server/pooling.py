@@ -130,8 +130,6 @@ def explain(error: ValueError, request: PoolingFields, text_field: str) -> BadRe
     known = from_value_error(error, type(request).model_fields)
     if str(error).startswith(("prompt", "The prompt")):
         known.param = text_field
-    elif (name := str(error).split(" ", 1)[0]) in type(request).model_fields:
-        known.param = name
     return known
 
 
