@@ -3,6 +3,7 @@ as `jaxinfer.metrics` objects; the server shows the same ones to Prometheus."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -49,6 +50,7 @@ class EngineMetrics:
         self._num_blocks = num_blocks
         self._num_unfinished = num_unfinished
         self._stats = SchedulerStats()
+        self._step_time = 0.0
         self._counts: Counter[str] = Counter()
         self._steps = StepTotals()
         self._sleep_level = 0
@@ -103,6 +105,7 @@ class EngineMetrics:
         stats = outputs.stats
         if stats is not None:
             self._stats = stats
+            self._step_time = time.time()
             self._sleep_level = 0  # also of a core that took the place of one that slept
             for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
                 self._counts[name] += getattr(stats, name)
@@ -260,6 +263,7 @@ class EngineMetrics:
             ),
             counter("generation_tokens", "Tokens generated"),
             *self._spec_decode(labels),
+            *self._adapters(labels, stats),
             *(
                 metrics.Counter(
                     f"{PREFIX}request_success",
@@ -299,6 +303,23 @@ class EngineMetrics:
                 list(self._accepted),
                 text="Those, by their place among the guesses of a step",
             ),
+        ]
+
+    def _adapters(self, labels: dict[str, str], stats: SchedulerStats) -> list[metrics.Metric]:
+        if self._config.lora is None:
+            return []
+        return [
+            metrics.Gauge(
+                f"{PREFIX}lora_requests_info",
+                labels
+                | {
+                    "max_lora": str(self._config.lora.max_loras),
+                    "running_lora_adapters": ",".join(stats.running_adapters),
+                    "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+                },
+                self._step_time,
+                text="Adapters that requests run and wait with, and when the last step ended (Unix seconds)",
+            )
         ]
 
     def _cache_labels(self) -> dict[str, str]:

@@ -46,6 +46,7 @@ from jaxinfer.server.control import (
     Leave,
     Listening,
     Loaded,
+    Served,
     Slept,
     StartServer,
     ToServer,
@@ -172,6 +173,8 @@ class _ApiServer:
         group = links.group
         assert group is not None
         self._serving = Serving(llm, settings, num_elsewhere=lambda: group.num_unfinished)
+        asyncio.run(self._serving.load_adapters())
+        self._serving.adapters.on_change = lambda name, path: control.send(Served(name, path))
         app = build_app(
             llm, settings, tracing=tracing, serving=self._serving, numbers=self, stored=self
         )
@@ -253,6 +256,8 @@ class _ApiServer:
         elif isinstance(message, Answer | Kept):
             if (asked := self._asked.get(message.number)) is not None and not asked.done():
                 asked.set_result(message)
+        elif isinstance(message, Served):
+            self._serving.adapters.heard(message.name, message.path)
         elif isinstance(message, Drain):
             self._server.handle_exit(message.signal, None)
         elif isinstance(message, Leave):

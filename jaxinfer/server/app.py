@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.server import (
+    adapters,
     anatomy,
     chat,
     completions,
@@ -66,6 +67,8 @@ def build_app(
     if not settings.disable_page:
         app.include_router(page.router())
         app.include_router(anatomy.router(serving, numbers), responses=errors.ERROR_RESPONSES)
+    if settings.runtime_lora:
+        app.include_router(adapters.router(serving), responses=errors.ERROR_RESPONSES)
     if settings.dev_mode:
         app.include_router(dev_mode.router(serving), responses=errors.ERROR_RESPONSES)
     errors.install(app)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxinfer.config import HEARTBEAT_TIMEOUT, DataParallelRouting
 from jaxinfer.engine_args import EngineArgs
+from jaxinfer.server.adapter_args import RUNTIME_VARIABLE, adapter_settings, add_adapter_args
 from jaxinfer.server.parser_args import add_parser_args, parser_settings
 from jaxinfer.server.process_args import add_process_args, check_process_args
 from jaxinfer.server.settings import ServerSettings
@@ -211,6 +212,7 @@ def _add_chat_args(parser: argparse.ArgumentParser) -> None:
     )
     chat.add_argument("--response-role", default="assistant", help="(default: %(default)s)")
     add_parser_args(parser)
+    add_adapter_args(parser)
 
 
 def listen_args(parsed: argparse.Namespace) -> ListenArgs:
@@ -249,6 +251,7 @@ def server_settings(parsed: argparse.Namespace, args: EngineArgs) -> ServerSetti
         middleware=tuple(load_middleware(path) for path in parsed.middleware),
         middleware_paths=tuple(parsed.middleware),
         dev_mode=_is_set(DEV_MODE_VARIABLE),
+        runtime_lora=_runtime_lora(args),
         **{
             name: getattr(parsed, name)
             for name in (
@@ -280,6 +283,7 @@ def _model_and_chat(parsed: argparse.Namespace, args: EngineArgs) -> dict[str, A
         "served_model_name": tuple(parsed.served_model_names or [args.model]),
         "chat_template": _chat_template(parsed.chat_template),
         **parser_settings(parsed),
+        **adapter_settings(parsed, args),
         **{name: getattr(parsed, name) for name in names},
     }
 
@@ -289,6 +293,14 @@ def _is_set(variable: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"${variable} must be 0 or 1, got {value!r}.")
     return value == "1"
+
+
+def _runtime_lora(args: EngineArgs) -> bool:
+    if not _is_set(RUNTIME_VARIABLE):
+        return False
+    if not args.enable_lora:
+        raise ValueError(f"${RUNTIME_VARIABLE} needs enable_lora.")
+    return True
 
 
 def load_middleware(path: str) -> Any:

@@ -52,6 +52,7 @@ class _Call:
         self._request = request
         self._id = id
         self._created = now()
+        self._model = serving.reported(request.model)
         self._logprobs = LogprobFormatter(
             serving.llm.token_text, request.return_tokens_as_token_ids, request.logprob_token_ids
         )
@@ -77,7 +78,7 @@ class _Call:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._serving.model,
+            "model": self._model,
         }
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:

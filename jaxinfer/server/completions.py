@@ -58,6 +58,7 @@ class _Call:
         self._id = id
         self._n = request.n or 1
         self._created = now()
+        self._model = serving.reported(request.model)
         self._logprobs = LogprobFormatter(
             serving.llm.token_text, request.return_tokens_as_token_ids, request.logprob_token_ids
         )
@@ -134,7 +135,7 @@ class _Call:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._serving.model,
+            "model": self._model,
         }
 
     def _choice(

@@ -106,7 +106,17 @@ class Leave(msgspec.Struct, array_like=True, tag=True):
     """Exit without finishing anything."""
 
 
-type ToServer = StartServer | Cores | CoreDown | CoreUp | Collect | Answer | Kept | Drain | Leave
+class Served(msgspec.Struct, array_like=True, tag=True):
+    """An adapter is there for requests that name it, from the folder `path`, or with None any more. From the process that was
+    told so to the others, and to those that come later."""
+
+    name: str
+    path: str | None
+
+
+type ToServer = (
+    StartServer | Cores | CoreDown | CoreUp | Collect | Answer | Kept | Served | Drain | Leave
+)
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
@@ -153,4 +163,4 @@ class Slept(msgspec.Struct, array_like=True, tag=True):
     level: int
 
 
-type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget | Slept
+type FromServer = Loaded | Listening | Failed | Ask | Report | Keep | Find | Forget | Slept | Served

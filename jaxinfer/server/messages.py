@@ -59,6 +59,7 @@ class _Call:
     def __init__(self, serving: Serving, chat: ChatCompletionRequest) -> None:
         self._serving = serving
         self._id = f"msg_{uuid4().hex}"
+        self._model = serving.reported(chat.model)
         self.chat = chat
         self.run = ChatRun(serving, chat, self._id)
         self._blocks = MessageBlocks()
@@ -76,7 +77,7 @@ class _Call:
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._serving.model,
+            "model": self._model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -104,6 +104,7 @@ class _Call:
         self._request = request
         self._id = f"resp_{uuid4().hex}"
         self._created = now()
+        self._model = serving.reported(request.model)
         self._messages = history + request.messages()
         self.chat = request.chat(self._messages)
         self.run = ChatRun(serving, self.chat, self._id)
@@ -168,7 +169,7 @@ class _Call:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self._serving.model,
+            "model": self._model,
             "output": self._items.output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,

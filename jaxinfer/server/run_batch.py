@@ -16,6 +16,7 @@ from tqdm import tqdm
 from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.server.app import build_app
 from jaxinfer.server.errors import encode_json
+from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -54,10 +55,12 @@ async def run_batch(
     """Answer every line of `source` with a line in `target`, in the order in which answers come.
 
     At most `max_concurrency` lines are under way (default: twice what the engine runs at once). A line that is no
-    request has an answer that says why. Raises `OSError` for files that can't be read or written, `EngineDeadError` when
-    the engine has died, after all lines have been answered.
+    request has an answer that says why. Raises `OSError` for files that can't be read or written, `ValueError` for
+    adapters that don't fit the model, `EngineDeadError` when the engine has died, after all lines have been answered.
     """
-    app = build_app(llm, settings)
+    serving = Serving(llm, settings)
+    await serving.load_adapters()
+    app = build_app(llm, settings, serving=serving)
     counts = BatchCounts()
     free = asyncio.Semaphore(max_concurrency or 2 * llm.config.scheduler.max_num_seqs)
     with (

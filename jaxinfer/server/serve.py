@@ -19,6 +19,7 @@ from jaxinfer.server.app import build_app
 from jaxinfer.server.args import ListenArgs
 from jaxinfer.server.http_server import HttpServer, bind, bind_several
 from jaxinfer.server.restart import restart_when_dead
+from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 from jaxinfer.server.supervisor import Supervisor
 from jaxinfer.server.tracing import open_tracing
@@ -42,7 +43,9 @@ def serve(
         llm = AsyncLLM.from_client(engine.frontend, engine.connect, engine.num_blocks)
         try:
             ready = _ready_line(engine.ready, settings, listen, bound)
-            app = build_app(llm, settings, tracing=tracing)
+            serving = Serving(llm, settings)
+            asyncio.run(serving.load_adapters())
+            app = build_app(llm, settings, tracing=tracing, serving=serving)
             server = HttpServer(app, listen, partial(logger.info, "%s", ready))
             if listen.restart_engine and engine.cores is not None:
                 server.background += [

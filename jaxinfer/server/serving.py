@@ -17,10 +17,12 @@ from jaxinfer.async_llm import AsyncLLM
 from jaxinfer.engine.messages import Thinking
 from jaxinfer.frontend.processor import PreparedRequest, PromptTooLongError
 from jaxinfer.frontend.tool_parsers import ToolParser, tool_parsers
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.pooling_llm import refuse_pooling
 from jaxinfer.request_stream import RequestStream
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.adapters import ServedAdapters
 from jaxinfer.server.errors import ApiError, BadRequest, ContextExceeded, from_value_error
 from jaxinfer.server.protocol.common import GenerationRequest
 from jaxinfer.server.reasoning import Reasoning
@@ -43,12 +45,22 @@ class Serving:
     num_elsewhere: Callable[[], int] = int
     reasoning: Reasoning | None = field(init=False, default=None)
     """Set where a reasoning parser is."""
+    adapters: ServedAdapters = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for a reasoning parser that isn't the model's."""
         if self.settings.reasoning_parser is not None:
             tokenizer = self.llm.get_tokenizer()
             self.reasoning = Reasoning.of(self.settings.reasoning_parser, tokenizer)
+        self.adapters = ServedAdapters(self.llm, self.settings.served_model_name)
+
+    async def load_adapters(self) -> None:
+        """Those of the settings. Raises `ValueError` where one doesn't fit the model."""
+        for name, path in self.settings.lora_modules:
+            try:
+                await self.adapters.load(name, path)
+            except ValueError as error:
+                raise ValueError(f"lora_modules: {name}: {error}") from error
 
     @property
     def model(self) -> str:
@@ -73,13 +85,25 @@ class Serving:
         return self.llm.config.model.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.settings.served_model_name:
+        self.adapter(name)
+
+    def reported(self, name: str | None) -> str:
+        """What an answer says that it is from."""
+        return self.model if self.adapter(name) is None else str(name)
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """What requests run with that name this as their model, None for the model's own names. Raises `ApiError`."""
+        if name is None or name in self.settings.served_model_name:
+            return None
+        adapter = self.adapters.get(name)
+        if adapter is None:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
                 f"The model `{name}` does not exist. This server has `{self.model}`.",
                 kind="not_found_error",
                 param="model",
             )
+        return adapter
 
     def check_writes(self, http: Request) -> None:
         """Raises `WrongRunner` for an endpoint that generates, where the engine makes vectors."""
@@ -121,6 +145,7 @@ class Serving:
         thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """Raises `BadRequest` for what the engine can't do, and for an output limit that doesn't fit the context."""
+        adapter = self.adapter(request.model)
         is_long = isinstance(prompt, str) and len(prompt) > _THREAD_ABOVE_CHARS
 
         def work() -> PreparedRequest:
@@ -130,6 +155,7 @@ class Serving:
                 request_id,
                 request.priority,
                 thinking=thinking,
+                lora_request=adapter,
             )
 
         try:

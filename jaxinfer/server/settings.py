@@ -20,7 +20,8 @@ class ServerSettings:
     `server.dev_mode`. `otlp_traces_endpoint`: the URL of an OpenTelemetry collector that gets a span per request.
     `tool_call_parser`, `reasoning_parser`: names of `jaxinfer.frontend`'s parsers. `max_log_len`: how much of a prompt is
     logged, in characters or token ids. `max_body_bytes`: longer bodies are refused with 413.
-    `enable_tokenizer_info_endpoint`: whether clients may read the chat template.
+    `enable_tokenizer_info_endpoint`: whether clients may read the chat template. `lora_modules`: names and folders of adapters
+    that are there from the start; with `runtime_lora`, there are routes by which others come and go.
     `max_stored_responses`, `max_stored_response_bytes`: what is kept of `/v1/responses`, for requests that go on from it.
     """
 
@@ -50,6 +51,8 @@ class ServerSettings:
     middleware_paths: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     dev_mode: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    runtime_lora: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_stored_responses: int = 1000

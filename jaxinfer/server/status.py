@@ -8,6 +8,7 @@ from typing import Protocol
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
+from jaxinfer.lora_request import LoRARequest
 from jaxinfer.metrics import Metric
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.metrics import CONTENT_TYPE, Metrics
@@ -88,14 +89,19 @@ def router(serving: Serving, numbers: Numbers) -> APIRouter:
             "max_model_len": serving.max_model_len,
         }
 
+    def adapter_card(adapter: LoRARequest) -> dict[str, object]:
+        more = {"root": adapter.lora_path, "parent": serving.model}
+        return card(adapter.lora_name) | more
+
     @routes.get("/v1/models", response_model=None)
     def models() -> Response:
-        names = serving.settings.served_model_name
-        return json_response({"object": "list", "data": [card(name) for name in names]})
+        cards = [card(name) for name in serving.settings.served_model_name]
+        cards += [adapter_card(adapter) for adapter in serving.adapters.all]
+        return json_response({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name:path}", response_model=None)
     def model(name: str) -> Response:
-        serving.check_model(name)
-        return json_response(card(name))
+        adapter = serving.adapter(name)
+        return json_response(card(name) if adapter is None else adapter_card(adapter))
 
     return routes

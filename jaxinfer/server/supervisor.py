@@ -39,6 +39,7 @@ from jaxinfer.server.control import (
     Listening,
     Loaded,
     Report,
+    Served,
     Slept,
     StartServer,
     ToServer,
@@ -78,6 +79,8 @@ class Supervisor:
         self._responses = ResponseStore(
             settings.max_stored_responses, settings.max_stored_response_bytes
         )
+        self._adapters: dict[str, Served] = {}
+        """Those that came or went while the servers ran."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_signal: int | None = None
         self._is_ready = False
@@ -202,6 +205,8 @@ class Supervisor:
         ]
         server.send(Cores(self.ready[0], inboxes))
         server.knows_cores = True
+        for adapter in self._adapters.values():
+            server.send(adapter)
 
     def _tell_all(self, message: ToServer) -> None:
         for server in self._servers:
@@ -221,6 +226,9 @@ class Supervisor:
             server.send(Kept(message.number, found, found is not None))
         elif isinstance(message, Forget):
             server.send(Kept(message.number, None, self._responses.remove(message.id)))
+        elif isinstance(message, Served):
+            self._adapters[message.name] = message
+            self._tell_all(message)
         elif isinstance(message, Slept):
             self._metrics.slept(message.level)
         elif isinstance(message, Listening):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from jaxinfer.config import LoRAConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.core_process import run_core
 from jaxinfer.engine_args import EngineArgs
@@ -30,12 +31,30 @@ def build(kind: str, args: EngineArgs) -> EngineCore:
         raise RuntimeError("no device")
     if kind == "exit":
         os._exit(7)
+    lora = None
+    if args.enable_lora:
+        num_host = args.max_cpu_loras or args.max_loras
+        lora = LoRAConfig(args.max_loras, args.max_lora_rank, num_host, "float32")
     config = make_config(
-        max_model_len=args.max_model_len or 32, max_num_seqs=args.max_num_seqs or 4, budget=32
+        max_model_len=args.max_model_len or 32,
+        max_num_seqs=args.max_num_seqs or 4,
+        budget=32,
+        lora=lora,
     )
     executor = FakeExecutor(config, 400)
+    executor.folders = _Files()
     executor.next_token = _next_token(kind, executor)
     return EngineCore(config, executor)
+
+
+class _Files(dict[str, str]):
+    """The content of an adapter is that of the file that its path names."""
+
+    def __contains__(self, path: object) -> bool:
+        return Path(str(path)).is_file()
+
+    def __getitem__(self, path: str) -> str:
+        return Path(path).read_text()
 
 
 def _next_token(kind: str, executor: FakeExecutor):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxinfer.config import LoRAConfig
 from jaxinfer.engine_factory import Engine
 from jaxinfer.frontend.processor import Processor
 from jaxinfer.frontend.token_text import TokenText
@@ -49,11 +50,15 @@ def story_engine(
     max_model_len: int = 128,
     max_num_seqs: int = 8,
     generation_config: dict | None = None,
+    lora: LoRAConfig | None = None,
 ) -> tuple[Engine, FakeExecutor]:
     from jaxinfer.engine.core import EngineCore
 
-    config = make_config(max_model_len=max_model_len, max_num_seqs=max_num_seqs, budget=32)
+    config = make_config(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, budget=32, lora=lora
+    )
     executor = FakeExecutor(config, num_blocks, next_token)
-    processor = Processor(config.model, TOKENIZER, generation_config)
+    has_adapters = lora is not None
+    processor = Processor(config.model, TOKENIZER, generation_config, has_adapters=has_adapters)
     core = EngineCore(config, executor)
     return Engine(config, core, TOKENIZER, processor, TokenText(TOKENIZER)), executor

@@ -55,6 +55,7 @@ class CountTokensRequest(TranslatedRequest):
             system = joined_text("system", system, ("text",), "system")
         messages = [m for i, turn in enumerate(self.messages) for m in _messages(i, turn)]
         given = {
+            "model": self.model,
             "messages": with_system_first(system, messages),
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "tool_choice": self._tool_choice(),

@@ -75,6 +75,7 @@ class ResponsesRequest(TranslatedRequest):
         if unknown := set(self.include or ()) - {"reasoning.encrypted_content"}:
             raise BadRequest(f"include: {min(unknown)!r:.100} is not supported.", param="include")
         return self.chat_request(
+            model=self.model,
             messages=with_system_first(self.instructions, history),
             max_completion_tokens=self.max_output_tokens,
             parallel_tool_calls=self.parallel_tool_calls,
