@@ -55,11 +55,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """`load_format`: "auto" reads the checkpoint, "dummy" makes random weights of its shapes."""
+    """`load_format`: "auto" reads the checkpoint, "dummy" makes random weights of its shapes. `dequantize`: weights that
+    the checkpoint has quantized are held in the model's dtype."""
 
     load_format: str = "auto"
     download_dir: str | None = None
     revision: str | None = None
+    dequantize: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _read_leaves(decoder: FunctionalDecoder) -> list[jax.ShapeDtypeStruct]:
     return [
         leaf
         for path, leaf in decoder.leaves.items()
-        if path != ("embed",) or decoder.spec.tied_head
+        if path[0] != "embed" or decoder.spec.tied_head
     ]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from jaxinfer.config import EngineConfig
 from jaxinfer.executor.adapters import DeviceAdapters, MakeAdapters
 from jaxinfer.executor.executor import MeshExecutor
-from jaxinfer.executor.load_decoder import load_decoder
+from jaxinfer.executor.load_decoder import load_decoder, with_stored_leaves
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.speculative.load import make_drafter
 from jaxinfer.logits_processors import LogitsProcessor
@@ -32,9 +32,9 @@ def build_executor(
     """
     load = partial(load_decoder, config, model, reader)
     drafter = None if draft_reader is None else partial(make_drafter, config, draft_reader)
-    return MeshExecutor(
-        config, model.spec, load, processors, drafter, _make_adapters(config, model)
-    )
+    store = partial(with_stored_leaves, config, model, reader)
+    adapters = _make_adapters(config, model)
+    return MeshExecutor(config, model.spec, load, processors, drafter, adapters, store)
 
 
 def _make_adapters(config: EngineConfig, model: ModelDescription) -> MakeAdapters | None:

@@ -54,6 +54,8 @@ CHECK_BATCHES = "JAXINFER_CHECK_BATCHES"
 LoadLeaves = Callable[[FunctionalDecoder], list[jax.Array]]
 """Fills a decoder's leaves, each on its devices under its sharding, in the decoder's order."""
 
+StoreLeaves = Callable[[FunctionalDecoder], FunctionalDecoder]
+
 
 class MeshExecutor:
     """An `engine.plan.Executor` over the devices of one process.
@@ -69,7 +71,9 @@ class MeshExecutor:
         processors: Mapping[str, LogitsProcessor] | None = None,
         make_drafter: MakeDrafter | None = None,
         make_adapters: MakeAdapters | None = None,
+        store: StoreLeaves | None = None,
     ) -> None:
+        """`store` says which leaves are kept as the checkpoint has them."""
         _check_attention(config, spec)
         compiled_in = LogitsProcessors(processors, spec.vocab_size) if processors else None
         use_persistent_cache(config.compilation.cache_dir)
@@ -88,6 +92,8 @@ class MeshExecutor:
             _cache_groups(config, spec),
             expert_parallel=config.parallel.expert_parallel,
         )
+        if store is not None:
+            decoder = store(decoder)
         ladder = _ladder(config, spec)
         drafter = None
         if make_drafter is not None:
@@ -280,7 +286,7 @@ def _drafter_setting(
         block_size=config.cache.block_size,
         num_drafts=config.speculative.num_speculative_tokens,
         choice=DraftChoice(config.speculative.draft_sample_method == "probabilistic"),
-        target_embed=target.leaves["embed",],
+        target_embed=target.embedding(list(target.leaves.values())),
     )
 
 

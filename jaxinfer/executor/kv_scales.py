@@ -93,6 +93,7 @@ def _measured(
         decoder.mesh,
         decoder.dtype,
         expert_parallel=decoder.dims.expert_parallel,
+        layouts=decoder.layouts,
     )
     num_tokens = min(CALIBRATION_TOKENS, decoder.spec.max_position_embeddings)
     num_pages = -(-num_tokens // _PAGE_SIZE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.executor.kv_scales import SCALE_TENSORS, make_scales, scale_paths
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
+from jaxinfer.models.stored_layouts import stored_layouts
+from jaxinfer.models.stored_weight import pack_part
 from jaxinfer.weights.dummy import dummy_leaves
-from jaxinfer.weights.loader import load_leaves
+from jaxinfer.weights.loader import StoredLeaves, load_leaves
 from jaxinfer.weights.reader import CheckpointReader
 
 
@@ -24,6 +27,7 @@ def load_decoder(
     Raises `CheckpointError` for a checkpoint that doesn't hold what the model needs.
     """
     scales = set(scale_paths(decoder))
+    stored = StoredLeaves(decoder.layouts, np.dtype(decoder.dtype), pack_part)
     weights = {path: leaf for path, leaf in decoder.leaves.items() if path not in scales}
     if config.load.load_format == "dummy":
         leaves = dummy_leaves(weights, config.model.seed)
@@ -33,6 +37,20 @@ def load_decoder(
             model.checkpoint_plan(decoder.dims, reader.names()),
             weights,
             ignored=(*model.ignored_tensors, SCALE_TENSORS),
+            stored=stored,
         )
     leaves |= make_scales(decoder, leaves, reader)
     return [leaves[path] for path in decoder.leaves]
+
+
+def with_stored_leaves(
+    config: EngineConfig,
+    model: ModelDescription,
+    reader: CheckpointReader,
+    decoder: FunctionalDecoder,
+) -> FunctionalDecoder:
+    """The decoder with those leaves kept quantized that the checkpoint has quantized, unless the config says otherwise."""
+    if config.load.load_format == "dummy" or config.load.dequantize or reader.holds_leaves:
+        return decoder
+    plan = model.checkpoint_plan(decoder.dims, reader.names())
+    return decoder.with_layouts(stored_layouts(reader, plan, decoder))

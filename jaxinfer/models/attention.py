@@ -48,11 +48,12 @@ class Attention(nnx.Module):
         heads = ShardedHeads.create(spec, tensor_parallel_size(mesh))
         E, K, G, H = embed_dim, heads.num_kv_heads, heads.queries_per_kv, spec.head_dim
         self.spec, self.mesh, self.heads = spec, mesh, heads
-        self.qkv = leaf((K, G + 2, H, input_dim or E), ("kv_heads", "heads", None, "embed"), dtype)
-        self.o = leaf((E, K, G, H), ("embed", "kv_heads", "heads", None), dtype)
+        in_axes = ("kv_heads", "heads", None, "embed")
+        self.qkv = leaf((K, G + 2, H, input_dim or E), in_axes, dtype, num_in_axes=1)
+        out_axes = ("embed", "kv_heads", "heads", None)
+        self.o = leaf((E, K, G, H), out_axes, dtype, num_in_axes=3)
         if spec.gated:
-            gate_axes = ("kv_heads", "heads", None, "embed")
-            self.gate = leaf((K, G, H, input_dim or E), gate_axes, dtype)
+            self.gate = leaf((K, G, H, input_dim or E), in_axes, dtype, num_in_axes=1)
         if spec.qkv_bias:
             self.qkv_bias = leaf((K, G + 2, H), ("kv_heads", "heads", None), dtype)
         if spec.o_bias:

@@ -15,7 +15,7 @@ from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.cache_groups import CacheGroups
 from jaxinfer.models.latent_attention import LatentAttention, LatentPages
 from jaxinfer.models.latent_spec import LatentAttentionSpec
-from jaxinfer.models.layers import constrain, leaf, linear, scaled
+from jaxinfer.models.layers import constrain, leaf, linear, rows_of, scaled
 from jaxinfer.models.lora import AdapterStacks, LayerAdapters
 from jaxinfer.models.mlp import make_mlp
 from jaxinfer.models.moe import MoeMlp
@@ -32,6 +32,7 @@ from jaxinfer.models.spec import (
 )
 from jaxinfer.models.state_layers import States
 from jaxinfer.models.state_modules import make_state_layer
+from jaxinfer.models.stored_weight import StoredWeight
 
 LayerPages = KVPages | LatentPages
 
@@ -42,7 +43,7 @@ the states of each layer that has some."""
 PagesAndStates = tuple[LayerPages | None, States | None]
 """What one layer has of both."""
 
-Head = jax.Array | tuple[jax.Array, jax.Array]
+Head = jax.Array | StoredWeight | tuple[jax.Array | StoredWeight, jax.Array]
 """[V, E], with a bias [V] where the model has one."""
 
 
@@ -187,7 +188,7 @@ class Decoder(nnx.Module):
     ):
         E, V = spec.embed_dim, dims.vocab_size
         self.spec, self.mesh, self.groups = spec, mesh, groups
-        self.embed = leaf((V, E), ("vocab", "embed"), dtype)
+        self.embed = leaf((V, E), ("vocab", "embed"), dtype, num_in_axes=1)
         if isinstance(spec.positions, LearnedPositions):
             self.position_embed = leaf((spec.positions.num_rows, E), (None, "embed"), dtype)
         if spec.embed_norm:
@@ -207,7 +208,7 @@ class Decoder(nnx.Module):
         if spec.final_norm:
             add_norm_leaves(self, "norm", spec.norm, (E,), ("embed",), dtype)
         if not spec.tied_head:
-            self.lm_head = leaf((V, E), ("vocab", "embed"), dtype)
+            self.lm_head = leaf((V, E), ("vocab", "embed"), dtype, num_in_axes=1)
         if spec.head_bias:
             self.head_bias = leaf((V,), ("vocab",), dtype)
 
@@ -263,7 +264,7 @@ class Decoder(nnx.Module):
     def _embedded(self, batch: RaggedBatch) -> jax.Array:
         """[T, E], what enters the first layer."""
         spec = self.spec
-        x_te = self.embed[...].at[batch.token_ids].get(mode="clip")
+        x_te = rows_of(self.embed[...], batch.token_ids)
         x_te = constrain(x_te, self.mesh, (None, "embed"))
         if spec.embed_scale is not None:
             x_te = x_te * jnp.asarray(spec.embed_scale, x_te.dtype)
@@ -306,7 +307,9 @@ def logits_of(spec: DecoderSpec, mesh: Mesh, head: Head, hidden_ne: jax.Array) -
     return spec.logit_soft_cap * jnp.tanh(logits / spec.logit_soft_cap)
 
 
-def head_logits(mesh: Mesh, head_ve: jax.Array, hidden_ne: jax.Array, vocab_size: int) -> jax.Array:
+def head_logits(
+    mesh: Mesh, head_ve: jax.Array | StoredWeight, hidden_ne: jax.Array, vocab_size: int
+) -> jax.Array:
     """[V, E] and [N, E] -> [N, vocab_size] float32: the products with the head's first rows."""
     # Without the first constraint the second one would make every device gather the head and compute all of it.
     logits = constrain(linear(hidden_ne, head_ve), mesh, (None, "vocab"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +19,55 @@ from jaxinfer.models.lora import AdapterStacks
 from jaxinfer.models.sharded_dims import ShardedDims
 from jaxinfer.models.spec import DecoderSpec
 from jaxinfer.models.state_modules import state_shapes
-from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
+from jaxinfer.models.stored_weight import StoredWeight, store_leaf, stored_weight
+from jaxinfer.parallel.mesh import LogicalAxes, named_sharding, tensor_parallel_size
 from jaxinfer.weights.plan import LeafPath
+from jaxinfer.weights.quantization.layout import StoredLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRole:
+    """See `layers.leaf`."""
+
+    axes: LogicalAxes
+    num_in_axes: int
+    grouped: bool
 
 
 @dataclass(frozen=True)
 class FlatModule[M: nnx.Module]:
     """A module without its weights. `leaves` gives shape, dtype and sharding of each leaf by its path, in the order in
-    which `bind` takes them."""
+    which `bind` takes them, `roles` what they are to the module."""
 
     graphdef: nnx.GraphDef[M]
     treedef: jax.tree_util.PyTreeDef
     leaves: dict[LeafPath, jax.ShapeDtypeStruct]
+    roles: dict[LeafPath, LeafRole]
 
     @classmethod
     def create(cls, make: Callable[[], M], mesh: Mesh) -> FlatModule[M]:
         """Builds the module tree for `mesh` without allocating anything."""
         graphdef, state = nnx.split(nnx.eval_shape(make))
+        params = {tuple(map(str, path)): param for path, param in nnx.to_flat_state(state)}
         leaves = {
-            tuple(map(str, path)): jax.ShapeDtypeStruct(
+            path: jax.ShapeDtypeStruct(
                 param.shape, param.dtype, sharding=named_sharding(mesh, param.logical_axes)
             )
-            for path, param in nnx.to_flat_state(state)
+            for path, param in params.items()
         }
-        return cls(graphdef, jax.tree.structure(state), leaves)
+        roles = {
+            path: LeafRole(param.logical_axes, param.num_in_axes, param.grouped)
+            for path, param in params.items()
+        }
+        return cls(graphdef, jax.tree.structure(state), leaves, roles)
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[int, LeafPath]]]:
+        """Where among the leaves those are that begin with a name."""
+        found: dict[str, list[tuple[int, LeafPath]]] = {}
+        for i, path in enumerate(self.leaves):
+            found.setdefault(path[0], []).append((i, path))
+        return found
 
     def bind(self, leaves: Sequence[jax.Array]) -> M:
         return nnx.merge(self.graphdef, self.treedef.unflatten(leaves))
@@ -61,6 +87,8 @@ class FunctionalDecoder:
     """What each layer keeps."""
     groups: CacheGroups
     """Which layers share their arrays."""
+    layouts: Mapping[LeafPath, StoredLayout] = field(default_factory=dict)
+    """Of the leaves that are kept as the checkpoint has them. In place of each of these `leaves` has its arrays."""
 
     @classmethod
     def create(
@@ -72,6 +100,7 @@ class FunctionalDecoder:
         groups: CacheGroups | None = None,
         *,
         expert_parallel: bool = False,
+        layouts: Mapping[LeafPath, StoredLayout] | None = None,
     ) -> FunctionalDecoder:
         """Builds the module tree for `mesh` without allocating anything. `kv_dtype`: the cache's, None for `dtype`;
         `groups`: None gives each layer arrays of its own; `expert_parallel`: the devices share the experts of a mixture,
@@ -80,9 +109,31 @@ class FunctionalDecoder:
         dtype = jnp.dtype(dtype)
         kv_dtype = jnp.dtype(kv_dtype or dtype)
         groups = groups or CacheGroups.single(len(spec.attentions))
-        module = FlatModule.create(lambda: Decoder(spec, dims, mesh, dtype, kv_dtype, groups), mesh)
+        layouts = layouts or {}
+
+        def make() -> Decoder:
+            decoder = Decoder(spec, dims, mesh, dtype, kv_dtype, groups)
+            for path, layout in layouts.items():
+                store_leaf(decoder, path, layout, mesh, dtype)
+            return decoder
+
+        module = FlatModule.create(make, mesh)
         caches = layer_caches(spec, dims, kv_dtype)
-        return cls(spec, dims, mesh, dtype, kv_dtype, module, caches, groups)
+        return cls(spec, dims, mesh, dtype, kv_dtype, module, caches, groups, layouts)
+
+    def with_layouts(self, layouts: Mapping[LeafPath, StoredLayout]) -> FunctionalDecoder:
+        """The same decoder with these leaves kept as their checkpoint has them."""
+        if not layouts:
+            return self
+        return FunctionalDecoder.create(
+            self.spec,
+            self.mesh,
+            self.dtype,
+            self.kv_dtype,
+            self.groups,
+            expert_parallel=self.dims.expert_parallel,
+            layouts=layouts,
+        )
 
     @property
     def leaves(self) -> dict[LeafPath, jax.ShapeDtypeStruct]:
@@ -114,12 +165,19 @@ class FunctionalDecoder:
         head = self.embedding(leaves) if self.spec.tied_head else self._leaf(leaves, "lm_head")
         return (head, self._leaf(leaves, "head_bias")) if self.spec.head_bias else head
 
-    def embedding(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def embedding(self, leaves: Sequence[jax.Array]) -> jax.Array | StoredWeight:
         """The leaf [V, E] of the tokens' embeddings."""
         return self._leaf(leaves, "embed")
 
-    def _leaf(self, leaves: Sequence[jax.Array], name: str) -> jax.Array:
-        return leaves[list(self.leaves).index((name,))]
+    def _leaf(self, leaves: Sequence[jax.Array], name: str) -> jax.Array | StoredWeight:
+        places = self.module.places[name]
+        layout = self.layouts.get((name,))
+        if layout is None:
+            return leaves[places[0][0]]
+        arrays: list[dict[str, jax.Array]] = [{} for _ in layout.parts]
+        for i, (_, _, part, array) in places:
+            arrays[int(part)][array] = leaves[i]
+        return stored_weight(layout, ("vocab", "embed"), self.mesh, self.dtype, arrays)
 
     def logits(self, head: Head, hidden_ne: jax.Array) -> jax.Array:
         """[N, E] -> [N, vocab_size] float32, given the `head` leaves."""

@@ -17,6 +17,7 @@ from jaxinfer.models.layers import constrain, leaf, linear, matmul_precision, pr
 from jaxinfer.models.norms import add_norm_leaves, norm_of
 from jaxinfer.models.rope import Rotation
 from jaxinfer.models.sharded_dims import round_up
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import partition_spec, tensor_parallel_size
 from kernels_pallas import mla_attention, mla_cache_update
 from kernels_pallas.rope_kv_cache_update.xla import rotate
@@ -36,14 +37,14 @@ class LatentAttention(nnx.Module):
         self.spec, self.mesh = spec, mesh
         Q = spec.query_rank or E
         if spec.query_rank is not None:
-            self.q_down = leaf((Q, E), (None, "embed"), dtype)
+            self.q_down = leaf((Q, E), (None, "embed"), dtype, num_in_axes=1)
             add_norm_leaves(self, "q_norm", spec.norm, (Q,), (None,), dtype)
-        self.q_up = leaf((N, D + R, Q), ("latent_heads", None, None), dtype)
-        self.kv_down = leaf((L + R, E), (None, "embed"), dtype)
+        self.q_up = leaf((N, D + R, Q), ("latent_heads", None, None), dtype, num_in_axes=1)
+        self.kv_down = leaf((L + R, E), (None, "embed"), dtype, num_in_axes=1)
         add_norm_leaves(self, "kv_norm", spec.norm, (L,), (None,), dtype)
         self.k_up = leaf((N, D, L), ("latent_heads", None, None), dtype)
         self.v_up = leaf((N, V, L), ("latent_heads", None, None), dtype)
-        self.o = leaf((E, N, V), ("embed", "latent_heads", None), dtype)
+        self.o = leaf((E, N, V), ("embed", "latent_heads", None), dtype, num_in_axes=2)
         if spec.bias:
             if spec.query_rank is not None:
                 self.q_down_bias = leaf((Q,), (None,), dtype)
@@ -106,7 +107,9 @@ class LatentAttention(nnx.Module):
         def attend(query_tq, latent_tl, k_rope_tr, pages, batch, rope, q_up, k_up, v_up):
             kept = (x.astype(pages.dtype) for x in (latent_tl, k_rope_tr))
             pages = mla_cache_update(pages, *kept, batch.slot_mapping)
-            q_tnh = linear(query_tq, q_up, product)
+            q_tnh = linear(
+                query_tq, q_up.local if isinstance(q_up, StoredWeight) else q_up, product
+            )
             if spec.query_factor != 1:
                 q_tnh *= jnp.asarray(spec.query_factor, q_tnh.dtype)
             q_plain_tnd, q_rope_tnr = jnp.split(q_tnh, [spec.plain_dim], axis=2)
@@ -122,17 +125,19 @@ class LatentAttention(nnx.Module):
             )
             return by_head("tnl,nvl->tnv", out_tnl, v_up).astype(dtype), pages
 
+        q_up = self.q_up[...]
         if tensor_parallel_size(self.mesh) > 1:
             everywhere = PartitionSpec()
             heads = partition_spec(("latent_heads", None, None))
+            q_up_spec = q_up.partition_specs() if isinstance(q_up, StoredWeight) else heads
             attend = jax.shard_map(
                 attend,
                 mesh=self.mesh,
-                in_specs=(everywhere,) * 6 + (heads,) * 3,
+                in_specs=(*(everywhere,) * 6, q_up_spec, heads, heads),
                 out_specs=(partition_spec((None, "latent_heads", None)), everywhere),
                 check_vma=False,
             )
         return attend(
             query_tq, latent_tl, k_rope_tr, pages, batch, rope,
-            self.q_up[...], self.k_up[...], self.v_up[...],
+            q_up, self.k_up[...], self.v_up[...],
         )  # fmt: skip

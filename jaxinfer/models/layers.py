@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import LogicalAxes, named_sharding, tensor_parallel_size
 from kernels_pallas.trace_target import hopper
 
@@ -18,9 +19,22 @@ _LEAST_PART = 512
 """Elements of the contracted axis, below which a tile's start and end cost as much as what is between."""
 
 
-def leaf(shape: tuple[int, ...], axes: LogicalAxes, dtype: jnp.dtype) -> nnx.Param:
-    """A weight, described once: shape, logical axes and dtype. Its values come from a checkpoint."""
-    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+def leaf(
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    dtype: jnp.dtype,
+    *,
+    num_in_axes: int = 0,
+    grouped: bool = False,
+) -> nnx.Param:
+    """A weight, described once: shape, logical axes and dtype. Its values come from a checkpoint.
+
+    `num_in_axes`: of a weight whose uses take a `StoredWeight` too, how many of the last axes are contracted. `grouped`:
+    it is one matrix for each entry of the first axis.
+    """
+    return nnx.Param(
+        jnp.zeros(shape, dtype), logical_axes=axes, num_in_axes=num_in_axes, grouped=grouped
+    )
 
 
 def on_gpu(mesh: Mesh) -> bool:
@@ -58,18 +72,21 @@ def num_partial_sums(mesh: Mesh, num_tokens: int, out_size: int, in_size: int) -
 
 def linear(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | StoredWeight,
     dtype: jnp.dtype = jnp.float32,
     num_in_axes: int = 1,
     num_partial_sums: int = 1,
 ) -> jax.Array:
     """[T, *in] times [*out, *in] -> [T, *out] in `dtype`, where `in` are `num_in_axes` axes.
 
-    With several partial sums [num_partial_sums, T, *out] in float32, each of one part of `in`.
+    With several partial sums [num_partial_sums, T, *out] in float32, each of one part of `in`; a quantized weight's
+    product always comes as a whole.
 
     The product is of two matrices: on CPU a bf16 matmul whose operand has more axes takes up to ten times as long.
     Only an array's leading axis may be cut along the mesh among those that are merged.
     """
+    if isinstance(weight, StoredWeight):
+        return weight.matmul(x, dtype)
     num_out_axes = weight.ndim - num_in_axes
     out_shape, in_size = weight.shape[:num_out_axes], prod(weight.shape[num_out_axes:])
     if num_partial_sums > 1:
@@ -89,6 +106,13 @@ def linear(
         preferred_element_type=dtype,
     )
     return product.reshape(x.shape[0], *out_shape)
+
+
+def rows_of(weight_ve: jax.Array | StoredWeight, ids: jax.Array) -> jax.Array:
+    """[V, E] and ids [T] -> [T, E]; ids beyond the ends are taken for the last."""
+    if isinstance(weight_ve, StoredWeight):
+        return weight_ve.take_rows(ids)
+    return weight_ve.at[ids].get(mode="clip")
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

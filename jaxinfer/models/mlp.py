@@ -21,6 +21,7 @@ from jaxinfer.models.layers import (
 from jaxinfer.models.lora import LayerAdapters, add_updates, has_updates
 from jaxinfer.models.sharded_dims import round_up
 from jaxinfer.models.spec import Activation, GatedMlpSpec, MlpSpec, PlainMlpSpec
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import tensor_parallel_size
 
 ACTIVATION_FUNCTIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -47,8 +48,8 @@ class GatedMlp(nnx.Module):
     def __init__(self, spec: GatedMlpSpec, embed_dim: int, mesh: Mesh, dtype: jnp.dtype):
         E, M = embed_dim, round_up(spec.mlp_dim, tensor_parallel_size(mesh))
         self.spec, self.mesh = spec, mesh
-        self.gate_up = leaf((2, M, E), (None, "mlp", "embed"), dtype)
-        self.down = leaf((E, M), ("embed", "mlp"), dtype)
+        self.gate_up = leaf((2, M, E), (None, "mlp", "embed"), dtype, num_in_axes=1)
+        self.down = leaf((E, M), ("embed", "mlp"), dtype, num_in_axes=1)
         if spec.bias:
             self.gate_up_bias = leaf((2, M), (None, "mlp"), dtype)
             self.down_bias = leaf((E,), ("embed",), dtype)
@@ -60,7 +61,7 @@ class GatedMlp(nnx.Module):
     def hidden(self, x_te: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         """What `down` takes: [T, E] -> [T, M]."""
         weight, dtype = self.gate_up[...], product_dtype(self.mesh, x_te.dtype)
-        if tensor_parallel_size(self.mesh) == 1:
+        if tensor_parallel_size(self.mesh) == 1 or isinstance(weight, StoredWeight):
             gate_up = linear(x_te, weight, dtype)
         else:  # merging [2, M] would merge an axis that is cut, so the axes stay apart
             gate_up = jnp.einsum(
@@ -89,8 +90,8 @@ class PlainMlp(nnx.Module):
     def __init__(self, spec: PlainMlpSpec, embed_dim: int, mesh: Mesh, dtype: jnp.dtype):
         E, M = embed_dim, round_up(spec.mlp_dim, tensor_parallel_size(mesh))
         self.spec, self.mesh = spec, mesh
-        self.up = leaf((M, E), ("mlp", "embed"), dtype)
-        self.down = leaf((E, M), ("embed", "mlp"), dtype)
+        self.up = leaf((M, E), ("mlp", "embed"), dtype, num_in_axes=1)
+        self.down = leaf((E, M), ("embed", "mlp"), dtype, num_in_axes=1)
         if spec.activation == "xielu":
             self.xielu = leaf((4,), (None,), jnp.dtype(jnp.float32))
         if spec.bias:

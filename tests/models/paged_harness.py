@@ -16,28 +16,50 @@ import numpy as np
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription, describe_model
+from jaxinfer.models.stored_layouts import stored_layouts
+from jaxinfer.models.stored_weight import pack_part
 from jaxinfer.parallel.mesh import make_mesh
-from jaxinfer.weights.loader import load_leaves
-from jaxinfer.weights.safetensors import SafetensorsReader
+from jaxinfer.weights.loader import StoredLeaves, load_leaves
+from jaxinfer.weights.reader import CheckpointReader
+from jaxinfer.weights.resolve import ModelFiles, open_checkpoint
 
 
 def load_checkpoint(
-    directory: Path, tensor_parallel_size: int = 1, max_model_len: int = 64, **options: Any
+    directory: Path,
+    tensor_parallel_size: int = 1,
+    max_model_len: int = 64,
+    *,
+    dequantize: bool = False,
+    **options: Any,
 ) -> tuple[ModelDescription, FunctionalDecoder, list[jax.Array]]:
-    """Read a safetensors directory by its plan, checking that every tensor is used or known to be ignored. `options`: of
-    `FunctionalDecoder.create`."""
+    """Read a safetensors directory by its plan, checking that every tensor is used or known to be ignored. What it has
+    quantized stays so unless told to `dequantize`. `options`: of `FunctionalDecoder.create`."""
     description = describe_model(json.loads((directory / "config.json").read_text()), max_model_len)
     model = FunctionalDecoder.create(
         description.spec, make_mesh(tensor_parallel_size), description.checkpoint_dtype, **options
     )
-    reader = SafetensorsReader(directory)
+    reader = open_checkpoint(ModelFiles("hf", directory))
+    return description, *load_model(reader, description, model, dequantize=dequantize)
+
+
+def load_model(
+    reader: CheckpointReader,
+    description: ModelDescription,
+    model: FunctionalDecoder,
+    *,
+    dequantize: bool = False,
+) -> tuple[FunctionalDecoder, list[jax.Array]]:
+    plan = description.checkpoint_plan(model.dims, reader.names())
+    if not dequantize:
+        model = model.with_layouts(stored_layouts(reader, plan, model))
     leaves = load_leaves(
         reader,
-        description.checkpoint_plan(model.dims, reader.names()),
+        plan,
         model.leaves,
         ignored=description.ignored_tensors,
+        stored=StoredLeaves(model.layouts, np.dtype(model.dtype), pack_part),
     )
-    return description, model, [leaves[path] for path in model.leaves]
+    return model, [leaves[path] for path in model.leaves]
 
 
 @dataclass

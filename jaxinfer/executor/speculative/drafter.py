@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxinfer.engine.plan import StepPlan
 from jaxinfer.executor.buckets import StepShape
+from jaxinfer.models.stored_weight import StoredWeight
 
 
 class DraftStep(NamedTuple):
@@ -22,7 +23,7 @@ class DraftStep(NamedTuple):
     """The inputs, laid out by `PackedLayout(shape)`. All token ids are there: speculation leaves none to the device."""
     hidden: jax.Array
     """[T, E], after the target's final norm."""
-    embed: jax.Array
+    embed: jax.Array | StoredWeight
     """The target's embedding, [V, E]."""
     aux_hidden: tuple[jax.Array, ...]
     """[T, E] each, of `ModelDrafter.aux_layers`."""

@@ -22,6 +22,7 @@ from jaxinfer.executor.speculative.model_drafter import ModelDrafter
 from jaxinfer.executor.step_functions import batch_of
 from jaxinfer.models.attention import KVPages
 from jaxinfer.models.drafters.eagle3 import FunctionalEagle3
+from jaxinfer.models.stored_weight import StoredWeight
 
 Extended = tuple[jax.Array, jax.Array]
 """Of each row's last token that stays, [R, E] both: what the head takes, and what the next position takes."""
@@ -32,7 +33,7 @@ def extend_step(
     shape: StepShape,
     leaves: Sequence[jax.Array],
     kv_cache: tuple[KVPages],
-    embed: jax.Array,
+    embed: jax.Array | StoredWeight,
     packed: jax.Array,
     streams: tuple[jax.Array, ...],
     rows: tuple[jax.Array, jax.Array, jax.Array],
@@ -63,7 +64,7 @@ def draft_step(
     block_size: int,
     leaves: Sequence[jax.Array],
     kv_cache: tuple[KVPages],
-    embed: jax.Array,
+    embed: jax.Array | StoredWeight,
     extended: Extended,
     rows: tuple[jax.Array, jax.Array, jax.Array],
     sampling: jax.Array,

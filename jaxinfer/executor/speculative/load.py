@@ -8,7 +8,7 @@ from functools import partial
 import jax
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.executor.load_decoder import load_decoder
+from jaxinfer.executor.load_decoder import load_decoder, with_stored_leaves
 from jaxinfer.executor.speculative.draft_model import DraftModel
 from jaxinfer.executor.speculative.eagle3 import Eagle3Drafter
 from jaxinfer.executor.speculative.medusa import MedusaDrafter
@@ -58,6 +58,7 @@ def _draft_model(
             f"{description.vocab_size}."
         )
     decoder = FunctionalDecoder.create(description.spec, target.mesh, target.dtype, target.kv_dtype)
+    decoder = with_stored_leaves(config, description, reader, decoder)
     load = partial(load_decoder, config, description, reader, decoder)
     return DraftModel(setting, decoder, load, description.max_position_embeddings)
 

@@ -20,6 +20,7 @@ from jaxinfer.executor.speculative.draft_rows import NUM_COLUMNS, DraftRowPacker
 from jaxinfer.executor.speculative.drafter import DraftStep, Proposal
 from jaxinfer.models.decoder import KVCache
 from jaxinfer.models.functional import FunctionalDecoder
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import replicated
 from jaxinfer.weights.plan import LeafPath
 
@@ -46,7 +47,7 @@ class DrafterSetting:
     block_size: int
     num_drafts: int
     choice: DraftChoice
-    target_embed: jax.ShapeDtypeStruct
+    target_embed: jax.ShapeDtypeStruct | StoredWeight
 
 
 MakeDrafter = Callable[[FunctionalDecoder, DrafterSetting], "ModelDrafter"]

@@ -19,12 +19,13 @@ from jaxinfer.models.attention import KV_PAGES_AXES, Attention, KVPages
 from jaxinfer.models.batch import RaggedBatch
 from jaxinfer.models.decoder import head_logits
 from jaxinfer.models.functional import FlatModule
-from jaxinfer.models.layers import leaf, linear
+from jaxinfer.models.layers import leaf, linear, rows_of
 from jaxinfer.models.mlp import make_mlp
 from jaxinfer.models.norms import Norm, add_norm
 from jaxinfer.models.rope import rotation
 from jaxinfer.models.sharded_dims import ShardedDims, round_up
 from jaxinfer.models.spec import DecoderSpec
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import named_sharding, tensor_parallel_size
 from jaxinfer.weights.plan import LeafPath
 
@@ -77,7 +78,7 @@ class Eagle3(nnx.Module):
 
     def __call__(
         self,
-        target_embed: jax.Array,
+        target_embed: jax.Array | StoredWeight,
         hidden_te: jax.Array,
         kv_pages: KVPages,
         batch: RaggedBatch,
@@ -90,7 +91,7 @@ class Eagle3(nnx.Module):
         """
         spec, layer = self.spec, self.spec.layer
         embed = self.embed[...] if spec.own_embedding else target_embed
-        x_te = embed.at[batch.token_ids].get(mode="clip").astype(hidden_te.dtype)
+        x_te = rows_of(embed, batch.token_ids).astype(hidden_te.dtype)
         normed = [
             Norm(layer.norm, weight[...])(x).astype(hidden_te.dtype)
             for x, weight in ((x_te, self.embedding_norm), (hidden_te, self.hidden_norm))
