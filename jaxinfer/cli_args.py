@@ -20,6 +20,8 @@ _GROUPS: dict[str, dict[str, str]] = {
         "revision": "branch, tag or commit of a model on the hub",
         "download_dir": "where downloads are kept",
         "load_format": "auto, safetensors, gguf, orbax, or dummy for random weights",
+        "quantization": "how the checkpoint must be quantized: awq, gptq, … (default: whatever it says)",
+        "dequantize": "hold quantized weights in dtype (default: of GGUF files on a CPU)",
         "dtype": "auto (the checkpoint's), float32, bfloat16 or float16",
         "max_model_len": "longest request, prompt and output together (default: the model's limit)",
         "hf_overrides": "JSON object that replaces fields of the model's config.json",

@@ -55,13 +55,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """`load_format`: "auto" reads the checkpoint, "dummy" makes random weights of its shapes. `dequantize`: weights that
-    the checkpoint has quantized are held in the model's dtype."""
+    """`load_format`: "auto" reads the checkpoint, "dummy" makes random weights of its shapes. `quantization`: as what
+    the checkpoint must be quantized, None for whatever it is. `dequantize`: weights that it has quantized are held in the
+    model's dtype; None does so for GGUF files on a CPU."""
 
     load_format: str = "auto"
     download_dir: str | None = None
     revision: str | None = None
-    dequantize: bool = False
+    quantization: str | None = None
+    dequantize: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

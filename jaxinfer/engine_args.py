@@ -48,6 +48,17 @@ _DTYPES = {
     "half": "float16",
 }
 
+QUANTIZATION_METHODS = (
+    "awq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fp8",
+    "gguf",
+    "gptq",
+    "mxfp4",
+)
+"""How checkpoints may be quantized."""
+
 _KV_CACHE_DTYPES = {
     "auto": None,
     "float32": "float32",
@@ -72,6 +83,8 @@ class EngineArgs:
     revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    quantization: str | None = None
+    dequantize: bool | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     generation_config: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
@@ -149,6 +162,7 @@ class EngineArgs:
             ("lora_dtype", tuple(_DTYPES)),
             ("fully_sharded_loras", (False,)),
             ("load_format", ("auto", "safetensors", "gguf", "orbax", "dummy")),
+            ("quantization", (None, *QUANTIZATION_METHODS)),
             ("scheduling_policy", ("fcfs", "priority")),
             ("prefix_caching_hash_algo", ("sha256", "xxhash")),
             ("warmup", ("all", "lazy")),
@@ -220,7 +234,13 @@ class EngineArgs:
                     for name, processor in (processors or {}).items()
                 },
             ),
-            load=LoadConfig(self.load_format, self.download_dir, self.revision),
+            load=LoadConfig(
+                self.load_format,
+                self.download_dir,
+                self.revision,
+                self.quantization,
+                self.dequantize,
+            ),
             cache=CacheConfig(
                 block_size=block_size,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,

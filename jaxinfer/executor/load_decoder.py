@@ -13,6 +13,11 @@ from jaxinfer.models.stored_layouts import stored_layouts
 from jaxinfer.models.stored_weight import pack_part
 from jaxinfer.weights.dummy import dummy_leaves
 from jaxinfer.weights.loader import StoredLeaves, load_leaves
+from jaxinfer.weights.quantization.reader import (
+    QuantizedSource,
+    check_quantization,
+    quantization_of,
+)
 from jaxinfer.weights.reader import CheckpointReader
 
 
@@ -49,8 +54,18 @@ def with_stored_leaves(
     reader: CheckpointReader,
     decoder: FunctionalDecoder,
 ) -> FunctionalDecoder:
-    """The decoder with those leaves kept quantized that the checkpoint has quantized, unless the config says otherwise."""
-    if config.load.load_format == "dummy" or config.load.dequantize or reader.holds_leaves:
+    """The decoder with those leaves kept quantized that the checkpoint has quantized, unless the config says otherwise.
+
+    Raises `ValueError` for a checkpoint that isn't quantized as the config says.
+    """
+    load = config.load
+    check_quantization(load.quantization, quantization_of(reader))
+    if load.load_format == "dummy" or not isinstance(reader, QuantizedSource):
+        return decoder
+    dequantize = load.dequantize
+    if dequantize is None:
+        dequantize = config.device == "cpu" and reader.quantization == "gguf"
+    if dequantize:
         return decoder
     plan = model.checkpoint_plan(decoder.dims, reader.names())
     return decoder.with_layouts(stored_layouts(reader, plan, decoder))

@@ -19,7 +19,8 @@ from jaxinfer.weights.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
-_BITS_PER_BYTE = 8
+_BLOCKS = {"uint4": 2, "e2m1": 2, "nf4": 2, "uint5": 8, "uint6": 4}
+"""Elements whose codes share bytes, where an element's doesn't have its own."""
 
 
 def stored_layouts(
@@ -67,6 +68,8 @@ def _layout(
     """None for a leaf that can't stay quantized."""
     if role.num_in_axes == 0:
         return None
+    if any(f is not None and f.ordered for f in formats) and not _keeps_columns(source, shape):
+        return None
     fitted = [None if f is None else _fitted(f, shape, role, num_devices) for f in formats]
     if any(f is not None and fit is None for f, fit in zip(formats, fitted, strict=True)):
         return None
@@ -74,6 +77,16 @@ def _layout(
         part = StoredPart(fitted[0], shape[0], tuple(range(len(formats))))
         return StoredLayout(shape, role.num_in_axes, (part,))
     return None if role.grouped else _joined(source, fitted, shape, role, num_devices)
+
+
+def _keeps_columns(source: LeafSource, shape: tuple[int, ...]) -> bool:
+    """Whether a leaf's rows have their tensors' columns in the same places."""
+    columns = source.shapes[0][-1]
+    numbered = [np.broadcast_to(np.arange(columns, dtype=np.int32), s) for s in source.shapes]
+    value = source.assemble(numbered)
+    return value.size % columns == 0 and bool(
+        (value.reshape(-1, columns) == np.arange(columns)).all()
+    )
 
 
 def _fitted(
@@ -86,7 +99,7 @@ def _fitted(
     if form.ordered and (any(is_cut) or role.grouped):
         return None
     size = shape[-1] // (num_devices if is_cut[-1] else 1)
-    if size % _BITS_PER_BYTE:
+    if size % _BLOCKS.get(form.codes, 1):
         return None
     if form.group_size is None:
         return form

@@ -133,6 +133,7 @@ class GGUFReader:
 
     @property
     def quantization(self) -> str:
+        """Of files of floats too: they are GGUF all the same."""
         return "gguf"
 
     def format_of(self, name: str) -> MatrixFormat | None:

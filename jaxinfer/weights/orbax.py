@@ -142,7 +142,8 @@ def save_leaves(
         ) as checkpointer:
             checkpointer.save((out / _LEAVES).resolve(), leaves)
         dtype = max(leaves.values(), key=lambda leaf: leaf.size).dtype.name
-        _write_json(out / "config.json", reader.config() | {"dtype": dtype})
+        config = {k: v for k, v in reader.config().items() if k != "quantization_config"}
+        _write_json(out / "config.json", config | {"dtype": dtype})
         if (generation := reader.generation_config()) is not None:
             _write_json(out / "generation_config.json", generation)
         shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}

@@ -14,7 +14,7 @@ from jaxinfer.weights.quantization.config import QuantizationConfig
 from jaxinfer.weights.quantization.matrix import MatrixFormat, QuantizedMatrix
 from jaxinfer.weights.quantization.scheme import Scheme
 from jaxinfer.weights.quantization.tensors import ModuleTensors
-from jaxinfer.weights.reader import StoredReader, aligned_empty, numpy_dtype
+from jaxinfer.weights.reader import CheckpointReader, StoredReader, aligned_empty, numpy_dtype
 
 _QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 
@@ -149,6 +149,11 @@ class QuantizedReader:
 
     def generation_config(self) -> dict[str, Any] | None:
         return self._stored.generation_config()
+
+
+def quantization_of(reader: CheckpointReader) -> str | None:
+    """The method by which a checkpoint is quantized."""
+    return reader.quantization if isinstance(reader, QuantizedSource) else None
 
 
 def check_quantization(asked: str | None, found: str | None) -> None:
