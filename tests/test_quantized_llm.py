@@ -42,5 +42,5 @@ def test_a_quantization_that_is_not_the_checkpoints_is_refused(directory: Path) 
         LLM(str(directory), quantization="awq", **SMALL)
     with pytest.raises(ValueError, match="is 'awq', but the checkpoint is not quantized"):
         LLM(str(directory / "dequantized"), quantization="awq", **SMALL)
-    with pytest.raises(ValueError, match="quantization must be one of .*'gptq'.* got 'nope'"):
+    with pytest.raises(ValueError, match=r"quantization must be one of .*'gptq'.* got 'nope'"):
         LLM(str(directory), quantization="nope", **SMALL)
