@@ -19,6 +19,7 @@ from jaxinfer.cli_args import add_engine_args, add_sampling_args, engine_args, s
 from jaxinfer.config_file import add_config_flag, read_config
 from jaxinfer.engine.errors import EngineDeadError
 from jaxinfer.outputs import RequestFailedError, RequestOutput
+from jaxinfer.quantize.options import add_quantize_args, quantize_options
 from jaxinfer.sampling_params import RequestOutputKind, SamplingParams
 from jaxinfer.server.args import (
     add_batch_args,
@@ -127,9 +128,20 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         choices=("auto", "float32", "bfloat16", "float16"),
         help="auto keeps the checkpoint's",
     )
-    convert.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    convert.add_argument("--download-dir", help="where downloads are kept")
+    _add_download_args(convert)
+
+    quantize = _command(commands, "quantize", _quantize, "write a checkpoint with smaller weights")
+    quantize.set_defaults(log_level="info")
+    quantize.add_argument("model", help="model id, folder or file")
+    quantize.add_argument("out", help="folder to be written; must not exist")
+    add_quantize_args(quantize)
+    _add_download_args(quantize)
     return parser, dict(commands.choices)
+
+
+def _add_download_args(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
+    parser.add_argument("--download-dir", help="where downloads are kept")
 
 
 def _command(
@@ -288,6 +300,15 @@ def _convert(parsed: argparse.Namespace) -> int:
         download_dir=parsed.download_dir,
     )
     print(out)
+    return 0
+
+
+def _quantize(parsed: argparse.Namespace) -> int:
+    options = quantize_options(parsed)  # complain before anything is loaded
+    from jaxinfer.quantize.run import quantize
+
+    where = {"revision": parsed.revision, "download_dir": parsed.download_dir}
+    print(quantize(parsed.model, parsed.out, options, **where))
     return 0
 
 

@@ -66,8 +66,10 @@ class Family:
         """How each leaf is made from the checkpoint's tensors."""
         if self.checkpoint_plan is not None:
             return self.checkpoint_plan(config, spec, dims)
-        names = self.names if isinstance(self.names, Names) else self.names(config)
-        return decoder_plan(spec, dims, names)
+        return decoder_plan(spec, dims, self.tensor_names(config))
+
+    def tensor_names(self, config: Config) -> Names:
+        return self.names if isinstance(self.names, Names) else self.names(config)
 
     def ignored_tensors(self, spec: DecoderSpec) -> tuple[str, ...]:
         """Regular expressions (full match) of all tensors that checkpoints may hold and the decoder doesn't read."""

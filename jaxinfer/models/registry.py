@@ -66,6 +66,15 @@ class ModelDescription:
     def has_states(self) -> bool:
         return self.spec.has_states
 
+    @property
+    def architectures(self) -> list[str]:
+        return self._config.get("architectures") or []
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the checkpoint stores the matrices of its layers [in, out]."""
+        return self._family.tensor_names(self._config).transposed
+
     def cache_windows(self, max_model_len: int) -> tuple[int | None, ...]:
         """How far the groups of layers that take their pages together look back, in requests of at most so many tokens."""
         return model_groups(self.spec, max_model_len).windows

@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+
+from jaxinfer.quantize.search import InputMoments, cut_off, find_scale
+
+GROUP = 32
+
+
+def case(num_rows: int = 16, num_inputs: int = 64, seed: int = 0):
+    """Weights [O, I], inputs [T, I] of which some are much larger than others, and their moments."""
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((num_rows, num_inputs), np.float32)
+    x = rng.standard_normal((200, num_inputs), np.float32) * rng.lognormal(0, 1.5, num_inputs)
+    x = x.astype(np.float32)
+    return w, x, InputMoments(x.T @ x, np.abs(x).sum(0))
+
+
+def rounded(w: np.ndarray) -> np.ndarray:
+    """To the nearest of 16 points, float64 but for the scales, which are float16."""
+    groups = w.astype(np.float64).reshape(len(w), -1, GROUP)
+    low, high = (f(groups, -1, keepdims=True, initial=0.0) for f in (np.min, np.max))
+    scale = ((high - low) / 15).astype(np.float16).astype(np.float64)
+    zero = np.clip(np.rint(-low / scale), 0, 15)
+    codes = np.clip(np.rint(groups / scale) + zero, 0, 15)
+    return ((codes - zero) * scale).reshape(w.shape)
+
+
+def output_error(w: np.ndarray, approximate: np.ndarray, x: np.ndarray) -> float:
+    return float((((approximate - w) @ x.T.astype(np.float64)) ** 2).sum())
+
+
+@pytest.mark.parametrize("per_channel", [1, 2])
+def test_the_errors_are_those_of_the_outputs(per_channel):
+    w, x, moments = case()
+    channels = np.repeat(np.arange(64 // per_channel), per_channel)
+    found = find_scale(w, moments, channels, GROUP)
+    assert found.scale.shape == (64 // per_channel,)
+    scale = found.scale[channels].astype(np.float64)
+    # A weight that lies between two points may fall to either side in another precision.
+    assert found.plain_error == pytest.approx(output_error(w, rounded(w), x), rel=0.02)
+    assert found.error == pytest.approx(output_error(w, rounded(w * scale) / scale, x), rel=0.02)
+    assert found.error < 0.7 * found.plain_error
+
+
+def test_inputs_of_equal_size_leave_weights_alone_or_better():
+    w, _, _ = case()
+    x = np.random.default_rng(1).choice([-1, 1], (400, 64)).astype(np.float32)
+    found = find_scale(w, InputMoments(x.T @ x, np.abs(x).sum(0)), np.arange(64), GROUP)
+    assert found.error <= found.plain_error
+
+
+def test_moments_of_scaled_inputs_are_those_of_the_inputs_scaled():
+    _, x, moments = case()
+    scale = np.random.default_rng(2).uniform(0.5, 2, 64).astype(np.float32)
+    scaled, y = moments.divided_by(scale), x / scale
+    np.testing.assert_allclose(scaled.products, y.T @ y, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(scaled.magnitudes, np.abs(y).sum(0), rtol=1e-4)
+
+
+def test_each_group_is_cut_where_its_own_error_is_least():
+    w, x, moments = case(num_rows=4)
+    w[0, 5], w[1, 40] = 9, -7  # outliers
+    found = np.asarray(cut_off(w, moments.products, GROUP))
+    for row in range(4):
+        for group in (slice(0, 32), slice(32, 64)):
+            errors = {}
+            for i in range(10):
+                limit = np.abs(w[row, group]).max() * np.float32(1 - i / 20)
+                cut = np.clip(w[None, row, group], -limit, limit)
+                errors[float(limit)] = output_error(w[None, row, group], rounded(cut), x[:, group])
+            limit = np.abs(found[row, group]).max()
+            best = min(errors.values())
+            chosen = min(errors, key=lambda value: abs(value - limit))
+            assert chosen == pytest.approx(limit, rel=1e-5)
+            assert errors[chosen] <= best * 1.01
+            np.testing.assert_allclose(found[row, group], np.clip(w[row, group], -limit, limit))
+    assert np.abs(found[0]).max() < 9
