@@ -19,8 +19,9 @@ from jaxinfer.models.moe_spec import ClampedSwiglu, MoeSpec
 from jaxinfer.models.norms import sum_of_parts
 from jaxinfer.models.routing import Choice, route
 from jaxinfer.models.sharded_dims import round_up
+from jaxinfer.models.stored_weight import StoredWeight
 from jaxinfer.parallel.mesh import MODEL_AXIS, LogicalAxes, partition_spec, tensor_parallel_size
-from kernels_pallas import grouped_matmul
+from kernels_pallas import QuantizedWeight, grouped_matmul
 
 EXPERT_LEAVES = ("gate_up", "down", "gate_up_bias", "down_bias")
 """Of `MoeMlp`, those that each expert has a part of."""
@@ -52,8 +53,9 @@ class MoeMlp(nnx.Module):
         if spec.routing.correction_bias:
             self.correction_bias = leaf((spec.routing.num_experts,), (None,), jnp.float32)
         axes = expert_axes(expert_parallel)
-        self.gate_up = leaf((X, 2, M, E), axes["gate_up"], dtype)
-        self.down = leaf((X, E, M), axes["down"], dtype)
+        experts = {"num_in_axes": 1, "grouped": True}
+        self.gate_up = leaf((X, 2, M, E), axes["gate_up"], dtype, **experts)
+        self.down = leaf((X, E, M), axes["down"], dtype, **experts)
         if spec.bias:
             self.gate_up_bias = leaf((X, 2, M), axes["gate_up_bias"], dtype)
             self.down_bias = leaf((X, E), axes["down_bias"], dtype)
@@ -109,7 +111,12 @@ class MoeMlp(nnx.Module):
                 in_specs=(
                     everywhere,
                     everywhere,
-                    {name: partition_spec(axes[name]) for name in leaves},
+                    {
+                        name: weight.partition_specs()
+                        if isinstance(weight, StoredWeight)
+                        else partition_spec(axes[name])
+                        for name, weight in leaves.items()
+                    },
                 ),
                 out_specs=everywhere,
                 check_vma=False,
@@ -132,7 +139,7 @@ def _add_up_experts(
     spec: MoeSpec,
     x_te: jax.Array,
     choice: Choice,
-    leaves: dict[str, jax.Array],
+    leaves: dict[str, jax.Array | StoredWeight],
     *,
     dtype: jnp.dtype,
     expert_parallel: bool,
@@ -160,7 +167,7 @@ def _add_up_experts(
         scaled = rows_me.astype(jnp.float32) * weights_ta.reshape(-1)[order_m, None]
         rows_me = scaled.astype(x_te.dtype)
     matmul = partial(grouped_matmul, group_sizes=sizes_x, first_row=first_row, dtype=dtype)
-    gate_up = matmul(rows_me, leaves["gate_up"].reshape(num_experts, 2 * mlp_dim, embed_dim))
+    gate_up = matmul(rows_me, _matrices(leaves["gate_up"]))
     gate_up = gate_up.astype(jnp.float32).reshape(-1, 2, mlp_dim)
     # Rows of no expert here, or of another device's, have none of their biases.
     local_m = expert_i[order_m] - first_expert
@@ -168,7 +175,7 @@ def _add_up_experts(
     if spec.bias:
         bias = leaves["gate_up_bias"].at[local_m].get(mode="clip")
         gate_up += jnp.where(mine_m1[..., None], bias.astype(jnp.float32), 0)
-    out_me = matmul(_activate(spec, gate_up).astype(x_te.dtype), leaves["down"])
+    out_me = matmul(_activate(spec, gate_up).astype(x_te.dtype), _matrices(leaves["down"]))
     if spec.bias:
         bias = leaves["down_bias"].at[local_m].get(mode="clip").astype(dtype)
         if (
@@ -182,6 +189,18 @@ def _add_up_experts(
         out_tae *= weights_ta[..., None]
     out_te = jnp.sum(out_tae, axis=1).astype(dtype)
     return jax.lax.psum(out_te, MODEL_AXIS) if devices > 1 else out_te
+
+
+def _matrices(weight: jax.Array | StoredWeight) -> jax.Array | QuantizedWeight:
+    """[X, *out, in] to [X, N, in]"""
+
+    def merged(x: jax.Array, num_in_axes: int) -> jax.Array:
+        return x.reshape(x.shape[0], -1, *x.shape[x.ndim - num_in_axes :])
+
+    if not isinstance(weight, StoredWeight):
+        return merged(weight, 1)
+    rows = weight.ndim - 1
+    return weight.sole().map_arrays(lambda x: merged(x, x.ndim - rows))
 
 
 def _activate(spec: MoeSpec, gate_up: jax.Array) -> jax.Array:

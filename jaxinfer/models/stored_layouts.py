@@ -19,6 +19,7 @@ from jaxinfer.weights.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
+_PACK_BLOCK = 64
 _BLOCKS = {"uint4": 2, "e2m1": 2, "nf4": 2, "uint5": 8, "uint6": 4}
 """Elements whose codes share bytes, where an element's doesn't have its own."""
 
@@ -101,8 +102,11 @@ def _fitted(
     size = shape[-1] // (num_devices if is_cut[-1] else 1)
     if size % _BLOCKS.get(form.codes, 1):
         return None
+    if role.grouped:
+        # Experts multiply what comes in as it is.
+        form = replace(form, activation=None, static_input=False)
     if form.group_size is None:
-        return form
+        return replace(form, pack_block=_pack_block(form, size, size))
     group_size = gcd(form.group_size, size)
     super_group_size = form.super_group_size and gcd(form.super_group_size, size)
     # Groups of activations are those of the checkpoint or none.
@@ -112,8 +116,19 @@ def _fitted(
         group_size=group_size,
         super_group_size=super_group_size,
         activation=activation,
+        pack_block=_pack_block(form, size, group_size),
         static_input=form.static_input and activation is not None,
     )
+
+
+def _pack_block(form: MatrixFormat, size: int, group_size: int) -> int | None:
+    """The elements that share bytes, of an axis of `size`: `_PACK_BLOCK`, which kernels are made for, where that fits."""
+    if form.codes not in _BLOCKS:
+        return None
+    block = gcd(size, _PACK_BLOCK)
+    while group_size % block and block % group_size:
+        block //= 2
+    return block
 
 
 def _joined(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kernels_pallas.grouped_matmul import reference, xla
 from kernels_pallas.grouped_matmul.mosaic_gpu_config import unsupported
 from kernels_pallas.platform_dispatch import PlatformDispatch
+from kernels_pallas.quantized_matmul.weight import QuantizedWeight, check_weight
 from kernels_pallas.trace_target import log_once, not_hopper
 
 
@@ -21,8 +22,13 @@ def _mosaic_gpu(*args: Any, **options: Any) -> jax.Array:
     return mosaic_gpu.grouped_matmul(*args, **options)
 
 
-def _on_cuda(rows_mk: jax.Array, weights_gnk: jax.Array, *args: Any, dtype: Any) -> jax.Array:
-    reason = not_hopper() or unsupported(rows_mk, weights_gnk, dtype)
+def _on_cuda(
+    rows_mk: jax.Array, weights_gnk: jax.Array | QuantizedWeight, *args: Any, dtype: Any
+) -> jax.Array:
+    if isinstance(weights_gnk, QuantizedWeight):
+        reason: str | None = "its matrices are quantized"
+    else:
+        reason = not_hopper() or unsupported(rows_mk, weights_gnk, dtype)
     if reason is not None:
         log_once(f"Grouped matmul uses XLA instead of the Mosaic GPU kernel: {reason}.")
         return xla.grouped_matmul(rows_mk, weights_gnk, *args, dtype=dtype)
@@ -41,7 +47,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def grouped_matmul(
     rows_mk: jax.Array,
-    weights_gnk: jax.Array,
+    weights_gnk: jax.Array | QuantizedWeight,
     group_sizes: jax.Array,
     *,
     first_row: jax.Array | int = 0,
@@ -54,7 +60,8 @@ def grouped_matmul(
 
     Args:
         rows_mk: [M, K], the rows of a group adjacent, groups in order.
-        weights_gnk: [G, N, K] in the rows' dtype.
+        weights_gnk: [G, N, K] in the rows' dtype, or quantized (without quantized activations): then one group's matrix at
+            a time is dequantized to that dtype.
         group_sizes: [G] int32, rows of each group; any of them may be 0.
         first_row: int32 scalar, where group 0 starts. first_row + sum(group_sizes) must be at most M.
         dtype: of the result. Products add up in float32.
@@ -77,7 +84,14 @@ def grouped_matmul(
             f"weights_gnk must have shape [G, N, {size}] (K of rows_mk {rows_mk.shape}), "
             f"got {weights_gnk.shape}"
         )
-    if weights_gnk.dtype != rows_mk.dtype:
+    if isinstance(weights_gnk, QuantizedWeight):
+        check_weight(weights_gnk)
+        if weights_gnk.format.activation is not None or implementation == "mosaic_gpu":
+            raise ValueError(
+                "weights_gnk may be quantized for the backends xla and reference, with rows that are not, got "
+                f"{weights_gnk.format} and implementation {implementation!r}"
+            )
+    elif weights_gnk.dtype != rows_mk.dtype:
         raise ValueError(
             f"weights_gnk must have rows_mk's dtype {rows_mk.dtype}, got {weights_gnk.dtype}"
         )

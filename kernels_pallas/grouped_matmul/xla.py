@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.quantized_matmul.weight import QuantizedWeight, dequantize
+
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 256
 """Rows. Fewer than eight are slower than eight (bfloat16 on a CPU); more than 256 gain nothing."""
 
 
 def grouped_matmul(
     rows_mk: jax.Array,
-    weights_gnk: jax.Array,
+    weights_gnk: jax.Array | QuantizedWeight,
     group_sizes: jax.Array,
     first_row: jax.Array,
     *,
@@ -40,7 +42,7 @@ def grouped_matmul(
 
     def one_group(i: jax.Array, out_mn: jax.Array) -> jax.Array:
         group = used[i]
-        weight_nk = lax.dynamic_index_in_dim(weights_gnk, group, keepdims=False)
+        weight_nk = _matrix(weights_gnk, group, rows_mk.dtype)
         end = ends[group]
 
         def one_block(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -62,6 +64,17 @@ def grouped_matmul(
     out_mn = jnp.zeros((num_rows + block, num_outputs), dtype)
     num_used = jnp.sum(group_sizes > 0, dtype=jnp.int32)
     return lax.fori_loop(0, num_used, one_group, out_mn)[:num_rows]
+
+
+def _matrix(
+    weights_gnk: jax.Array | QuantizedWeight, group: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """[N, K]"""
+    if not isinstance(weights_gnk, QuantizedWeight):
+        return lax.dynamic_index_in_dim(weights_gnk, group, keepdims=False)
+    weight = weights_gnk.map_arrays(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
+    # As an array of its own: dequantized within the loop over blocks of rows, it would be so for each block.
+    return lax.optimization_barrier(dequantize(weight, dtype))
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import grouped_matmul
+from kernels_pallas import QuantizedWeight, grouped_matmul
 from kernels_pallas.compile_job import run_job
+from kernels_pallas.quantized_matmul.weight import dequantize, pack
 from tests.gpu_compiler import needs_compiler
 from tests.kernels_pallas import grouped_matmul_jobs as jobs
 from tests.kernels_pallas.mosaic_runs import QUICK_TO_COMPILE
+from tests.kernels_pallas.quantized_weights import FORMATS, random_arrays
 
 SIZES: dict[str, tuple[int, list[int], int]] = {
     "one row": (1, [0, 0, 1, 0], 0),
@@ -40,6 +42,22 @@ def arrays(num_rows: int, num_groups: int, dtype: Any, size: int = 32, outputs: 
     rows = np.array(jnp.asarray(rng.standard_normal((num_rows, size)), dtype))
     weights = np.asarray(jnp.asarray(rng.standard_normal((num_groups, outputs, size)), dtype))
     return rows, weights
+
+
+@pytest.mark.parametrize("name", ["awq, groups of 32, bfloat16", "mxfp4", "int8 of each output"])
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_quantized_matrices(implementation: str | None, name: str) -> None:
+    num_rows, sizes, first = SIZES["uneven"]
+    rows, _ = arrays(num_rows, len(sizes), "float32", size=64)
+    form, shape = FORMATS[name], (len(sizes), 24, 64)
+    unpacked = random_arrays(form, shape)
+    weight = QuantizedWeight(form, **pack(form, unpacked))
+    run = grouped_matmul
+    if implementation is None:
+        run = jax.jit(grouped_matmul)
+    found = run(jnp.asarray(rows), weight, jnp.asarray(sizes, jnp.int32), first_row=first)
+    values = np.asarray(dequantize(weight, jnp.float32))
+    np.testing.assert_allclose(found, expected(rows, values, sizes, first), rtol=0, atol=1e-4)
 
 
 @pytest.mark.jax_floor

@@ -191,3 +191,62 @@ def test_a_gguf_kept_quantized_gives_the_logits_of_its_dequantized_weights(
     assert found[0] == expected[0]
     for one, other in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-3)
+
+
+GPT_OSS = Entry(
+    "gpt_oss",
+    "quantized",
+    dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+)
+QWEN3_MOE = Entry(
+    "qwen3_moe",
+    "quantized",
+    dict(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    form = Format(files.mxfp4, {"quant_method": "mxfp4"}, 4.25)
+    source = checkpoint(GPT_OSS)
+    directory = write_quantized(
+        source,
+        tmp_path / "q",
+        form,
+        lambda m: m.endswith(("_up_proj", "experts.down_proj")),
+    )
+    for devices in (2, 1):
+        _, model, leaves = load_checkpoint(directory, devices)
+        assert len(model.layouts) == 2 * 2
+        assert_as_transformers(model, leaves, directory / "dequantized")
+    weights = sum(np.prod(layout.shape) for layout in model.layouts.values())
+    assert 8 * stored_bytes(model, leaves) / weights == pytest.approx(4.25)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_one_by_one(expert_parallel: bool, tmp_path: Path) -> None:
+    directory = write_quantized(
+        checkpoint(QWEN3_MOE),
+        tmp_path / "q",
+        FORMATS["awq"],
+        lambda m: ".experts." in m and m.endswith("_proj"),
+    )
+    _, model, leaves = load_checkpoint(directory, 2, expert_parallel=expert_parallel)
+    assert set(model.layouts) == {("layers", "0", "mlp", "gate_up"), ("layers", "0", "mlp", "down")}
+    assert_as_transformers(model, leaves, directory / "dequantized")

@@ -48,6 +48,7 @@ class MatrixFormat:
     super_scales: str = "float16"
     activation: Activation | None = None
     static_input: bool = False
+    pack_block: int | None = None
     ordered: bool = False
     """Columns stand in another order: column j multiplies input `order[j]`."""
 
