@@ -31,7 +31,10 @@ def chromium() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     program = find_chromium()
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        try:
+            browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"{program} doesn't start: {str(error).splitlines()[0]}")
         yield browser
         browser.close()
 

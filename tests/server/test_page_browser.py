@@ -7,12 +7,19 @@ import json
 import time
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from jaxinfer import AsyncLLM, EngineArgs
+from jaxinfer.engine_factory import build_engine
+from jaxinfer.server.app import build_app
+from jaxinfer.server.settings import ServerSettings
 from tests.server.browser import LIMIT_MS, chromium, served, tab
 from tests.server.scripted_server import scripted_server
 from tests.server.story_server import story_server
+from tests.tiny_llm import SMALL, ids, oracle_greedy, tiny_llm_dir
+from tests.tiny_llm import TOKENIZER as TINY
 
 __all__ = ["chromium"]
 
@@ -119,6 +126,34 @@ def slowly(next_token, seconds):
         return next_token(context)
 
     return wait
+
+
+@asynccontextmanager
+async def tiny_model():
+    llm = AsyncLLM.from_engine(build_engine(EngineArgs(str(tiny_llm_dir()), **SMALL)))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    try:
+        yield SimpleNamespace(app=build_app(llm, ServerSettings(("tiny",), chat_template=template)))
+    finally:
+        llm.shutdown()
+
+
+def test_a_model_answers_as_transformers_says(chromium):
+    with served(tiny_model) as server, tab(chromium, server.url) as one:
+        one.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        one.page.click("#settings-button")
+        one.page.fill("#temperature", "0")
+        one.page.fill("#max-tokens", "12")
+        one.ask("brown")
+        button = one.answer().locator(".buttons button").first
+        button.click()
+        one.page.wait_for_function(
+            "() => document.querySelector('.buttons button').textContent === 'Copied'"
+        )
+        expected = TINY.decode(oracle_greedy(ids("brown"), 12))
+        assert one.page.evaluate("navigator.clipboard.readText()") == expected
+        one.page.wait_for_function("() => document.getElementById('n-cached').textContent > 0")
+        assert one.pictures[-1]["counters"]["generation_tokens"] == 12
 
 
 def test_code_is_copied(chromium):
