@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from jaxinfer.server.anatomy import ANATOMY_PATH
 from jaxinfer.server.args import ListenArgs
 from jaxinfer.server.ssl_refresh import refresh_certificates
 
@@ -78,8 +80,17 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Each page that is open asks for `/anatomy` twice a second. Of uvicorn's access log: client, method, path, version,
+    status."""
+    match record.args:
+        case (_, "GET", str(path), _, HTTPStatus.OK):
+            return not path.partition("?")[0].endswith(ANATOMY_PATH)
+    return True
+
+
 def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         log_level=listen.uvicorn_log_level,
         access_log=not listen.disable_uvicorn_access_log,
@@ -92,6 +103,8 @@ def _uvicorn_config(app: FastAPI, listen: ListenArgs) -> uvicorn.Config:
         timeout_keep_alive=listen.timeout_keep_alive,
         timeout_graceful_shutdown=listen.shutdown_timeout,
     )
+    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    return config
 
 
 def bind(listen: ListenArgs) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import threading
@@ -12,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
+
+from jaxinfer.server.args import ListenArgs
+from jaxinfer.server.http_server import HttpServer, bind
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LIMIT_MS = 20_000
+LIMIT_MS = 60_000
 
 
 def find_chromium() -> str:
@@ -57,28 +60,27 @@ class Served:
 
 
 @contextmanager
-def served(make: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[Served]:
+def served(
+    make: Callable[[], AbstractAsyncContextManager[Any]], log_level: str = "warning"
+) -> Iterator[Served]:
     """What `make` opens, with its `app` on a free port of this machine."""
     ready = threading.Event()
     box: list[Served] = []
-    stop: list[uvicorn.Server] = []
+    stop: list[HttpServer] = []
 
     async def main() -> None:
-        async with make() as server:
-            config = uvicorn.Config(server.app, port=0, log_level="warning", lifespan="off")
-            http = uvicorn.Server(config)
-            stop.append(http)
-            serving = asyncio.create_task(http.serve())
-            while not http.started and not serving.done():
-                await asyncio.sleep(0)
-            port = http.servers[0].sockets[0].getsockname()[1]
-            box.append(Served(f"http://127.0.0.1:{port}", server, asyncio.get_running_loop()))
-            ready.set()
-            await serving
+        listen = ListenArgs(port=0, uvicorn_log_level=log_level)
+        with contextlib.closing(bind(listen)) as bound:
+            async with make() as server:
+                http = HttpServer(server.app, listen, ready.set, handle_signals=False)
+                url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+                box.append(Served(url, server, asyncio.get_running_loop()))
+                stop.append(http)
+                await http.serve([bound])
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert ready.wait(LIMIT_MS / 1000)
+    assert ready.wait(2 * LIMIT_MS / 1000)
     try:
         yield box[0]
     finally:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from html.parser import HTMLParser
 
+import httpx
+
 from jaxinfer.server import page
 from tests.engine.blocks_by_hand import check_blocks, states_by_hand
+from tests.server.browser import served
 from tests.server.scripted_server import run as run_scripted
-from tests.server.story_server import StoryServer, error_of, run
+from tests.server.story_server import StoryServer, error_of, run, story_server
 
 TEXT = "/v1/completions"
 FOLDER = page.files("jaxinfer.server") / "page_files"
@@ -145,6 +149,24 @@ def test_counts_of_anatomy_are_those_of_the_metrics():
             assert total == float(value)
 
     run(use)
+
+
+def test_the_access_log_leaves_out_what_the_page_asks_all_the_time():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("uvicorn.access")
+    with served(story_server, log_level="info") as server:
+        log.addHandler(handler)
+        try:
+            for path in ("/anatomy", "/anatomy?engine=0", "/anatomy?engine=9", "/health"):
+                httpx.get(server.url + path)
+        finally:
+            log.removeHandler(handler)
+    assert [line.split('"')[1] for line in lines] == [
+        "GET /anatomy?engine=9 HTTP/1.1",
+        "GET /health HTTP/1.1",
+    ]
 
 
 def test_whoever_asks_at_once_gets_one_picture():

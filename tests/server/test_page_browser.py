@@ -252,6 +252,7 @@ def test_stop_aborts_the_request(chromium):
                 arg=number,
             )
             assert len(core.scheduler.requests) == 1
+            one.page.wait_for_selector("#requests tr.own")
             stop()
             note = one.answer(number).locator(".note").inner_text()
             assert note.startswith("stopped") and len(text.inner_text()) > 20
@@ -320,7 +321,8 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(chromium):
         assert page.evaluate("sessionStorage.length") == 0
 
 
-CELLS = """() => {
+CELLS = """async () => {
+    const { gridLayout } = await import("./page/charts.js");
     const canvas = document.getElementById("blocks");
     const context = canvas.getContext("2d");
     const style = getComputedStyle(document.documentElement);
@@ -330,8 +332,7 @@ CELLS = """() => {
         probe.fillStyle = style.getPropertyValue(`--${name}`).trim();
         names[probe.fillStyle] = name;
     }
-    const side = 10;
-    const columns = Math.floor(canvas.clientWidth / side);
+    const { side, columns } = gridLayout(399, canvas.clientWidth);
     const counts = {};
     for (let i = 0; i < 399; i++) {
         const [x, y] = [(i % columns) * side + 4, Math.floor(i / columns) * side + 4];
@@ -377,7 +378,7 @@ def test_the_picture_is_that_of_the_endpoint(chromium, scheme):
         assert rows.count() == len(shown)
         for i, request in enumerate(shown):
             cells = rows.nth(i).locator("td").all_inner_texts()
-            assert request["id"] in cells[0]
+            assert rows.nth(i).locator(".name").get_attribute("title") == request["id"]
             numbers = [int(text.replace(",", "")) for text in cells[2:]]
             assert numbers == [
                 request[f"num_{n}"]

@@ -3,7 +3,7 @@
 import { ApiError, forgetKey, getModels, hasKey, setKey } from "./api.js";
 import { showModels, startChat } from "./chat.js";
 import { byId, setText } from "./dom.js";
-import { startEngine, wakeEngine } from "./engine.js";
+import { markOwn, startEngine, wakeEngine } from "./engine.js";
 
 const tabs = [byId("tab-chat"), byId("tab-engine")];
 const isWide = matchMedia("(min-width: 1000px)");
@@ -69,7 +69,7 @@ async function load() {
   }
 }
 
-startChat(askForKey);
+startChat(askForKey, markOwn);
 startEngine(() => isWide.matches || document.body.dataset.view === "engine", askForKey);
 isWide.addEventListener("change", wakeEngine);
 load();

@@ -11,14 +11,16 @@ let pool = null;
 let cursor = null;
 
 export function startBlocks() {
-  canvas.addEventListener("pointermove", (event) => {
+  const onPointer = (event) => {
     if (!pool) return;
     const { side, columns } = gridLayout(numCells(), canvas.clientWidth);
     const [column, row] = [Math.floor(event.offsetX / side), Math.floor(event.offsetY / side)];
     const cell = row * columns + column;
     point(column < columns && cell < numCells() ? cell : null);
-  });
-  canvas.addEventListener("pointerleave", () => point(null));
+  };
+  canvas.addEventListener("pointerdown", onPointer);
+  canvas.addEventListener("pointermove", onPointer);
+  canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || point(null));
   canvas.addEventListener("blur", () => point(null));
   canvas.addEventListener("keydown", (event) => {
     if (!pool) return;

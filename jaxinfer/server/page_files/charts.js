@@ -125,11 +125,16 @@ export function drawHistogram(canvas, counts, names, fill) {
   });
 }
 
-/** How a grid of `count` square cells fits a width. */
+const [MIN_SIDE, MAX_SIDE] = [9, 20];
+const GRID_HEIGHT = 260;
+
+/** A grid of `count` square cells in a width: as large as they can be in about this height. */
 export function gridLayout(count, width) {
-  const side = count <= 64 ? 18 : count <= 256 ? 14 : 10;
-  const columns = Math.max(1, Math.min(count, Math.floor(width / side)));
-  return { side, columns, rows: Math.ceil(count / columns) };
+  for (let side = MAX_SIDE; ; side--) {
+    const columns = Math.max(1, Math.min(count, Math.floor(width / side)));
+    const rows = Math.ceil(count / columns);
+    if (side === MIN_SIDE || rows * side <= GRID_HEIGHT) return { side, columns, rows };
+  }
 }
 
 /** `cells[i]`: [share, colour] from the bottom up; what is left of a cell is hollow. `cursor` is framed. */

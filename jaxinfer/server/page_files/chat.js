@@ -14,9 +14,12 @@ const emptyNote = byId("empty");
 let history = [];
 let running = null;
 let onUnauthorized = () => {};
+let onRequest = () => {};
 
-export function startChat(unauthorized) {
+/** `unauthorized` is called where the server wants another key, `request` with the id of each answer. */
+export function startChat(unauthorized, request) {
   onUnauthorized = unauthorized;
+  onRequest = request;
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -166,6 +169,7 @@ class Answer {
   }
 
   add(chunk) {
+    onRequest(chunk.id);
     if (chunk.usage) this.usage = chunk.usage;
     const [choice] = chunk.choices;
     if (!choice) return;

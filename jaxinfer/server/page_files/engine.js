@@ -12,6 +12,7 @@ const GAP_SECONDS = 5;
 const MAX_STEP_ROWS = 6;
 const MAX_STEPS = 96;
 
+let ownId = "";
 let engine = 0;
 let picture = null;
 let rates = [];
@@ -43,6 +44,17 @@ export function startEngine(isVisible, unauthorized) {
   new ResizeObserver(redraw).observe(byId("engine"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   wakeEngine();
+}
+
+/** The id of the request that answers this page's chat. */
+export function markOwn(id) {
+  ownId = id;
+}
+
+/** Without what all have in common. */
+function shortId(id) {
+  const [, body, number] = /^(?:(?:chatcmpl|cmpl|resp|msg)[-_])?(.*?)(#[^#]*)?$/.exec(id);
+  return (body.length > 12 ? `${body.slice(0, 8)}…` : body) + (number ?? "");
 }
 
 /** Asks at once, where somebody looks. */
@@ -138,7 +150,7 @@ function showRequests() {
 }
 
 function newRow() {
-  const cells = ["id", "state", "n", "n", "n", "n wide-only"].map((name) => el("td", { class: name }));
+  const cells = ["id", "kind", "n", "n", "n", "n wide-only"].map((name) => el("td", { class: name }));
   cells[0].append(el("span", { class: "name" }), el("i", { class: "progress" }));
   cells[1].append(el("span", { class: "chip" }));
   return el("tr", {}, ...cells);
@@ -147,8 +159,10 @@ function newRow() {
 function fillRow(row, request) {
   const [id, state, ...numbers] = row.cells;
   const [name, bar] = id.children;
-  setText(name, request.id);
-  if (name.title !== request.id) name.title = request.id;
+  const isOwn = ownId !== "" && request.id.startsWith(`${ownId}#`);
+  row.classList.toggle("own", isOwn);
+  setText(name, isOwn ? "your chat" : shortId(request.id));
+  name.title = request.id;
   const part = (tokens) => `${Math.min(100, (100 * tokens) / request.num_prompt_tokens)}%`;
   bar.style.setProperty("--cached-part", part(request.state === "running" ? request.num_cached_tokens : 0));
   bar.style.setProperty("--computed-part", part(request.num_computed_tokens));
@@ -157,7 +171,8 @@ function fillRow(row, request) {
   const kind = request.state === "running" ? (isPrefill ? "prefill" : "decode") : request.state;
   setText(chip, kind);
   chip.className = `chip ${kind}`;
-  chip.title = request.num_preemptions ? `preempted ${request.num_preemptions} times` : "";
+  const times = request.num_preemptions ? `, preempted ${count(request.num_preemptions)} times` : "";
+  chip.title = `${duration(request.age_seconds)} since it came${times}`;
   const values = [request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens, request.num_blocks];
   numbers.forEach((cell, i) => setText(cell, count(values[i])));
 }
@@ -196,7 +211,7 @@ function showStepRows(step) {
     if (!request) continue;
     const [name, number, bar] = line.children;
     const tokens = request.num_tokens + request.num_draft_tokens;
-    setText(name, request.id);
+    setText(name, shortId(request.id));
     name.title = request.id;
     setText(number, request.num_draft_tokens ? `${request.num_tokens} + ${request.num_draft_tokens}` : tokens);
     bar.className = request.kind;
