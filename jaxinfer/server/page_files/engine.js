@@ -54,7 +54,7 @@ export function markOwn(id) {
 /** Without what all have in common. */
 function shortId(id) {
   const [, body, number] = /^(?:(?:chatcmpl|cmpl|resp|msg)[-_])?(.*?)(#[^#]*)?$/.exec(id);
-  return (body.length > 12 ? `${body.slice(0, 8)}…` : body) + (number ?? "");
+  return (body.length > 10 ? `${body.slice(0, 6)}…` : body) + (number ?? "");
 }
 
 /** Asks at once, where somebody looks. */
