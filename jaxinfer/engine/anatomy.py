@@ -182,10 +182,11 @@ def _blocks(pool: BlockPool) -> Blocks:
     states = pool.states()
     free, cached, in_use, shared = np.bincount(states, minlength=len(BlockState)).tolist()
     per_cell = -(-len(states) // MAX_CELLS)
-    starts = np.arange(0, len(states), per_cell)
+    padding = np.full(-len(states) % per_cell, len(BlockState), np.uint8)
+    by_cell = np.concatenate([states, padding]).reshape(-1, per_cell)
 
     def cells(state: BlockState) -> list[int]:
-        found: list[int] = np.add.reduceat((states == state).astype(np.int32), starts).tolist()
+        found: list[int] = np.count_nonzero(by_cell == state, axis=1).tolist()
         return found
 
     in_cells = BlockCells(per_cell, *map(cells, BlockState))
