@@ -17,7 +17,10 @@ from jaxinfer.frontend.token_text import TokenText
 from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.logits_processors import resolve_processors
 from jaxinfer.weights.resolve import ModelFiles, open_checkpoint, resolve_model
-from jaxinfer.weights.sentence_transformers import read_sentence_transformers
+from jaxinfer.weights.sentence_transformers import (
+    SentenceTransformersFiles,
+    read_sentence_transformers,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -151,14 +154,28 @@ def _build_core(
     from jaxinfer.executor.build import build_executor
     from jaxinfer.models.encoders.registry import is_encoder
     from jaxinfer.models.registry import describe_model
+    from jaxinfer.pooling_model import (
+        causal_config,
+        decoder_pooler,
+        decoder_purpose,
+        pooling_description,
+    )
 
     device: Device = "cpu" if jax.default_backend() == "cpu" else "gpu"
     hf_config = reader.config() | args.hf_overrides
     if is_encoder(hf_config):
         return _build_encoder_core(args, reader, hf_config, device)
+    files = read_sentence_transformers(model_files(args).path)
+    purpose, pooler = decoder_purpose(args, hf_config, files), None
+    if purpose is not None:
+        hf_config = causal_config(hf_config)
     model = describe_model(hf_config, args.max_model_len)
+    if purpose is not None:
+        model = pooling_description(model)
+        pooler = decoder_pooler(args, hf_config, model, purpose, files)
+        args = _within(args, files, model.max_position_embeddings)
     processors = resolve_processors(args.logits_processors)
-    config = args.create_engine_config(model, device, processors)
+    config = args.create_engine_config(model, device, processors, pooler)
     executor = build_executor(config, model, reader, processors, draft_checkpoint(args, config))
     try:
         return config, EngineCore(config, executor, _grammars(args, config, reader, get_tokenizer))
@@ -179,11 +196,16 @@ def _build_encoder_core(
     model = replace(describe_encoder(hf_config), checkpoint_dtype=quickest_dtype(device))
     files = read_sentence_transformers(model_files(args).path)
     pooler = encoder_pooler(args, hf_config, model, files)
-    if files and files.max_seq_length and args.max_model_len is None:
-        longest = min(files.max_seq_length, model.max_position_embeddings)
-        args = replace(args, max_model_len=longest)
+    args = _within(args, files, model.max_position_embeddings)
     config = args.create_engine_config(model, device, pooler=pooler)
     return config, EngineCore(config, EncoderExecutor(config, model, reader))
+
+
+def _within(args: EngineArgs, files: SentenceTransformersFiles | None, longest: int) -> EngineArgs:
+    """With texts as long as sentence-transformers would take, unless somebody says; at most of `longest` tokens."""
+    if files is None or files.max_seq_length is None or args.max_model_len is not None:
+        return args
+    return replace(args, max_model_len=min(files.max_seq_length, longest))
 
 
 def draft_checkpoint(args: EngineArgs, config: EngineConfig) -> CheckpointReader | None:

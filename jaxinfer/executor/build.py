@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import jax
+import jax.numpy as jnp
+
 from jaxinfer.config import EngineConfig
 from jaxinfer.executor.adapters import DeviceAdapters, MakeAdapters
 from jaxinfer.executor.executor import MeshExecutor
 from jaxinfer.executor.load_decoder import load_decoder, with_stored_leaves
+from jaxinfer.executor.pooling_programs import ClassHead
 from jaxinfer.executor.program_cache import ProgramCache
 from jaxinfer.executor.speculative.load import make_drafter
 from jaxinfer.logits_processors import LogitsProcessor
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription
+from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.weights.dummy import dummy_leaves
+from jaxinfer.weights.loader import load_leaves
+from jaxinfer.weights.plan import leaf_plan
 from jaxinfer.weights.reader import CheckpointReader
 
 
@@ -33,8 +41,35 @@ def build_executor(
     load = partial(load_decoder, config, model, reader)
     drafter = None if draft_reader is None else partial(make_drafter, config, draft_reader)
     store = partial(with_stored_leaves, config, model, reader)
-    adapters = _make_adapters(config, model)
-    return MeshExecutor(config, model.spec, load, processors, drafter, adapters, store)
+    return MeshExecutor(
+        config,
+        model.spec,
+        load,
+        processors,
+        drafter,
+        _make_adapters(config, model),
+        store,
+        _class_head(config, model, reader),
+    )
+
+
+def _class_head(
+    config: EngineConfig, model: ModelDescription, reader: CheckpointReader
+) -> ClassHead:
+    """Empty where the model has none."""
+    if config.pooler is None or not config.pooler.labels:
+        return ()
+    where = replicated(make_mesh(config.parallel.tensor_parallel_size))
+    dtype, num_classes = jnp.dtype(config.model.dtype), len(config.pooler.labels)
+    shapes = {("score", "weight"): (num_classes, model.spec.embed_dim)}
+    if "score.bias" in (() if config.load.load_format == "dummy" else reader.names()):
+        shapes["score", "bias"] = (num_classes,)
+    leaves = {
+        path: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for path, shape in shapes.items()
+    }
+    if config.load.load_format == "dummy":
+        return tuple(dummy_leaves(leaves, config.model.seed).values())
+    return tuple(load_leaves(reader, leaf_plan(shapes), leaves, ignored=(".*",)).values())
 
 
 def _make_adapters(config: EngineConfig, model: ModelDescription) -> MakeAdapters | None:

@@ -26,6 +26,8 @@ from jaxinfer.executor.deterministic_runner import DeterministicRunner
 from jaxinfer.executor.input_batch import InputBatch
 from jaxinfer.executor.logits_processors import LogitsProcessors
 from jaxinfer.executor.model_runner import ModelRunner
+from jaxinfer.executor.pooling_programs import ClassHead, PoolingPrograms
+from jaxinfer.executor.pooling_runner import PoolingRunner
 from jaxinfer.executor.program_cache import CompileGuard, ProgramCache, use_persistent_cache
 from jaxinfer.executor.programs import Programs
 from jaxinfer.executor.resident import Resident
@@ -72,6 +74,7 @@ class MeshExecutor:
         make_drafter: MakeDrafter | None = None,
         make_adapters: MakeAdapters | None = None,
         store: StoreLeaves | None = None,
+        class_head: ClassHead = (),
     ) -> None:
         """`store` says which leaves are kept as the checkpoint has them."""
         _check_attention(config, spec)
@@ -109,6 +112,12 @@ class MeshExecutor:
             time.perf_counter() - start,
         )
         programs_class = DeterministicPrograms if config.deterministic else Programs
+        if config.pooler is not None:
+            programs_class = partial(
+                PoolingPrograms,
+                pooling_type=config.pooler.pooling_type,
+                class_head=tuple(map(_shape_of, class_head)),
+            )
         programs = programs_class(
             decoder=decoder,
             ladder=ladder,
@@ -129,7 +138,7 @@ class MeshExecutor:
         )
         num_blocks = num_blocks_for(config, programs, leaves, drafter, memory)
         programs = replace(programs, num_blocks=num_blocks)
-        self.runner = _create_runner(config, programs, leaves, drafter, adapters)
+        self.runner = _create_runner(config, programs, leaves, drafter, adapters, class_head)
         if config.compilation.warmup == "all":
             self.runner.warm_up(_log_progress)
         self._guard.reset()
@@ -296,6 +305,7 @@ def _create_runner(
     leaves: list[jax.Array],
     drafter: ModelDrafter | None,
     adapters: DeviceAdapters | None,
+    class_head: ClassHead,
 ) -> ModelRunner:
     num_rows, block_size = programs.num_rows, programs.block_size
     # Too few blocks are the engine core's to refuse: it knows what a request needs.
@@ -305,6 +315,8 @@ def _create_runner(
         drafter.num_blocks = num_blocks
         drafter.kv_cache = kv_cache.allocate(drafter.kv_cache_shapes(num_blocks))
     runner_class = DeterministicRunner if config.deterministic else ModelRunner
+    if config.pooler is not None:
+        runner_class = partial(PoolingRunner, class_head=class_head)
     return runner_class(
         programs=programs,
         leaves=leaves,
@@ -331,6 +343,10 @@ def _create_runner(
         drafting=None if drafter is None else Drafting(drafter, programs.decoder.spec.vocab_size),
         adapters=adapters,
     )
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _log_progress(done: int, total: int) -> None:
