@@ -112,7 +112,7 @@ class ContextExceeded(BadRequest):
     def __init__(self, num_prompt: int, max_len: int, param: str, limit: int | None = None) -> None:
         most = f"This model's maximum context length is {max_len} tokens"
         if limit is None:
-            message = f"{most}: the prompt has {num_prompt}, and needs room for one output token."
+            message = f"{most}, and the prompt is too long: it has {num_prompt}, and one is for the output."
             self._for_messages = f"prompt is too long: {num_prompt} tokens > {max_len - 1} maximum"
         else:
             message = (

@@ -19,6 +19,8 @@ PAGE = ROOT / "docs" / "clients.md"
 ADDRESS = "http://127.0.0.1:8000"
 """Where the page says that the server is."""
 LIMIT = 120.0
+ALONE = {"OTEL_SDK_DISABLED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Clients are told to ask nobody else."""
 ENVIRONMENTS = "JAXINFER_CLIENT_ENVS"
 """Environments of clients that can't be installed beside the tests' own packages, or are too large to be: directories,
 separated as in $PATH, each a Python environment with some of the clients or a directory with `node_modules`."""
@@ -76,7 +78,7 @@ def run(command: list[str], directory: Path, variables: Mapping[str, str] | None
     done = subprocess.run(
         command,
         cwd=directory,
-        env=given | {"HOME": str(directory), "OTEL_SDK_DISABLED": "true"} | dict(variables or {}),
+        env={**given, **ALONE, "HOME": str(directory), **(variables or {})},
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -50,10 +50,10 @@ def test_likelihoods(tmp_path: Path):
     assert len(samples) == 2
     for sample in samples:
         doc = sample["doc"]
-        found = [(float(value), greedy) for [value, greedy] in sample["filtered_resps"]]
+        found = [(float(value), str(greedy)) for [value, greedy] in sample["filtered_resps"]]
         for choice, (value, greedy) in zip(doc["choices"], found, strict=True):
             expected, is_greedy = log_likelihood(doc["question"], f" {choice}")
-            assert value == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
+            assert value == pytest.approx(expected, abs=1e-3) and greedy == str(is_greedy)
         best = max(range(2), key=lambda i: found[i][0])
         assert sample["acc"] == (best == doc["answer"])
 

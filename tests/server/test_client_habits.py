@@ -144,7 +144,8 @@ def test_a_form_for_answers_does_not_matter_where_calls_are_demanded():
 
 
 def test_too_long_for_the_context_in_the_words_that_clients_look_for():
-    """LangChain looks for the code, LiteLLM for the first sentence, Claude Code for both of Anthropic's."""
+    """LiteLLM looks for the first words, LangChain for "prompt is too long", others for the code, and Claude Code for both
+    of Anthropic's sentences."""
     long = [{"role": "user", "content": "a" * 3000}]
 
     async def use(server: ScriptedServer):
@@ -160,6 +161,7 @@ def test_too_long_for_the_context_in_the_words_that_clients_look_for():
     for error in chat, text, limit:
         assert error["code"] == "context_length_exceeded"
         assert "This model's maximum context length is 2048 tokens" in error["message"]
+    assert "prompt is too long" in chat["message"] and "prompt is too long" in text["message"]
     assert [e["param"] for e in (chat, text, limit)] == ["messages", "prompt", "max_tokens"]
     assert prompt["error"] == {
         "type": "invalid_request_error",
