@@ -319,6 +319,7 @@ class EngineArgs:
             ("logits_processors", self.logits_processors),
             ("enable_lora", self.enable_lora),
             ("enable_prefix_caching", pooler.is_encoder and self.enable_prefix_caching),
+            ("quantization", pooler.is_encoder and self.quantization),
         ):
             if value:
                 raise ValueError(

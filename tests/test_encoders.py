@@ -229,6 +229,7 @@ def test_an_encoder_that_sleeps_forgets_nothing(bert):
         (dict(pooler_config={"colour": 1}), "no 'colour'"),
         (dict(enable_prefix_caching=True), "enable_prefix_caching=True"),
         (dict(speculative_config={"method": "ngram"}), "speculative_config"),
+        (dict(quantization="awq"), "quantization='awq'"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size must be 1"),
         (dict(max_model_len=1000), "positions end at 64"),
         (dict(hf_overrides={"position_embedding_type": "relative_key"}), "relative_key"),

@@ -19,7 +19,18 @@ from jaxinfer.server.errors import encode_json
 from jaxinfer.server.serving import Serving
 from jaxinfer.server.settings import ServerSettings
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+)
 
 
 @dataclass(slots=True)

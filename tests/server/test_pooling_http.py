@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from contextlib import asynccontextmanager
 from functools import cache
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import pytest
 
 from jaxinfer import AsyncLLM, PoolingParams
+from jaxinfer.engine.ipc import Outputs, Ready
+from jaxinfer.engine.messages import EngineCoreOutputs, Pooled
 from jaxinfer.engine_args import EngineArgs
 from jaxinfer.engine_factory import build_engine
 from jaxinfer.server.app import build_app
+from jaxinfer.server.run_batch import run_batch
 from jaxinfer.server.settings import ServerSettings
 from tests.server.story_server import error_of, story_server
 from tests.tiny_encoders import MAX_LEN, TOKENIZER, class_logits, hidden_states, tiny_encoder
@@ -236,6 +241,35 @@ def test_scores_of_embeddings_are_their_cosine():
     path, found = run(use)
     vectors = [unit(hidden_states(path, text)[0]) for text in texts]
     np.testing.assert_allclose(found, [vectors[0] @ v for v in vectors], **CLOSE)
+
+
+def test_a_batch_file_may_ask_for_vectors(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        dict(custom_id="a", url="/v1/embeddings", body=dict(input="hello")),
+        dict(custom_id="b", url="/v1/score", body=dict(data_1="hello", data_2=["hello"])),
+        dict(custom_id="c", url="/v1/completions", body=dict(prompt="hello")),
+    ]
+    source.write_text("\n".join(json.dumps(line) for line in lines))
+
+    async def use(http, llm, path):
+        return path, await run_batch(llm, ServerSettings(("tiny",)), source, target)
+
+    path, counts = run(use)
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    bodies = {answer["custom_id"]: answer["response"] for answer in answers}
+    assert (counts.num_requests, counts.num_failed, bodies["c"]["status_code"]) == (3, 1, 404)
+    expected = unit(hidden_states(path, "hello")[0])
+    np.testing.assert_allclose(bodies["a"]["body"]["data"][0]["embedding"], expected, **CLOSE)
+    assert abs(bodies["b"]["body"]["data"][0]["score"] - 1) < 1e-6
+
+
+def test_what_crosses_to_another_process_comes_back_the_same():
+    config = _engine("ForSequenceClassification", 3, ())[0].config
+    pooled = EngineCoreOutputs(pooled={"r": Pooled([2, 1], b"12345678")})
+    for message in (Ready(config, 5), Outputs(pooled)):
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Ready | Outputs)
+        assert again == message
 
 
 def test_an_engine_that_writes_has_no_vectors():
