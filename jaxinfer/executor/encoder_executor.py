@@ -7,8 +7,10 @@ a whole prompt, so that blocks never run out before rows do.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -35,19 +37,22 @@ from jaxinfer.weights.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
+MAX_WORKERS = 8
+"""Batches that a CPU computes at once, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTexts:
-    """Results on their way: of each batch the array, the plan's rows that it is about, and their lengths."""
+    """Results on their way: of each batch what waits for its array, the plan's rows that it is about, and their lengths."""
 
     num_rows: int
-    batches: list[tuple[jax.Array, np.ndarray, np.ndarray, PoolingTask]]
+    batches: list[tuple[Callable[[], np.ndarray], np.ndarray, np.ndarray, PoolingTask]]
 
     def result(self) -> StepResult:
         pooled: dict[int, np.ndarray] = {}
         invalid = np.zeros(self.num_rows, np.bool_)
-        for array, positions, lengths, task in self.batches:
-            values = np.asarray(array)
+        for wait, positions, lengths, task in self.batches:
+            values = wait()
             for i, (position, length) in enumerate(
                 zip(positions.tolist(), lengths.tolist(), strict=True)
             ):
@@ -102,6 +107,11 @@ class EncoderExecutor:
         self._resident = Resident(self._weights, module.leaves.values(), (), self._load)
         self._asleep: set[str] = set()
         self._rows: dict[int, AdmittedRow] = {}
+        self._workers: ThreadPoolExecutor | None = None
+        if config.device == "cpu":
+            # A bfloat16 product of these sizes is one core's work: batches side by side give the others some.
+            num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+            self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="encoder")
         self._launched = LaunchedTexts(0, [])
 
     def _load(self) -> list[jax.Array]:
@@ -158,12 +168,21 @@ class EncoderExecutor:
                     [text.token_ids[: text.num_prompt_tokens] for text in batch],
                     [text.pooling and text.pooling.second_text for text in batch],
                 )
-                array = self._programs.run(shape, task)(
-                    self._weights.leaves, jax.device_put(packed, replicated(self._mesh))
-                )
-                array.copy_to_host_async()
+                wait = self._launch(self._programs.run(shape, task), packed)
                 positions = due[np.array(members)[chosen]]
-                self._launched.batches.append((array, positions, lengths[chosen], task))
+                self._launched.batches.append((wait, positions, lengths[chosen], task))
+
+    def _launch(self, program: jax.stages.Compiled, packed: np.ndarray) -> Callable[[], np.ndarray]:
+        """Returns what waits for the result."""
+
+        def run() -> jax.Array:
+            return program(self._weights.leaves, jax.device_put(packed, replicated(self._mesh)))
+
+        if self._workers is not None:
+            return self._workers.submit(lambda: np.asarray(run())).result
+        array = run()
+        array.copy_to_host_async()
+        return lambda: np.asarray(array)
 
     def sample_tokens(self, mask: TokenMask | None) -> LaunchedTexts:
         return self._launched
@@ -183,6 +202,8 @@ class EncoderExecutor:
         self._asleep -= set(tags)
 
     def shutdown(self) -> None:
+        if self._workers is not None:
+            self._workers.shutdown(cancel_futures=True)
         self._cache.shutdown()
 
 
