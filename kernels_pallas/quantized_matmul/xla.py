@@ -32,8 +32,8 @@ _Product = Callable[[QuantizedWeight], jax.Array]
 def quantized_matmul(x_mk: jax.Array, weight: QuantizedWeight, *, dtype: jnp.dtype) -> jax.Array:
     """See `api.quantized_matmul`; the weight is [N, K]."""
     num_rows = x_mk.shape[0]
-    # A CPU multiplies a lone row by float32 in half the time that 16 bits take.
-    compute = jnp.dtype(jnp.float32) if num_rows == 1 else x_mk.dtype
+    # A CPU multiplies one or two rows by float32 in half the time that 16 bits take.
+    compute = jnp.dtype(jnp.float32) if num_rows <= 2 else x_mk.dtype
     if weight.format.activation is not None:
         product = _of_quantized_activations(x_mk, weight, compute)
     else:
