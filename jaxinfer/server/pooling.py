@@ -14,7 +14,8 @@ from jaxinfer.engine.messages import PoolingTask
 from jaxinfer.frontend.pooling import PoolingProcessor
 from jaxinfer.frontend.processor import PreparedRequest
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.pooling_llm import data_of, require_pooling
+from jaxinfer.pooling_llm import require_pooling
+from jaxinfer.scoring import data_of
 from jaxinfer.server.chat_prompt import chat_prompt
 from jaxinfer.server.deadline import Deadline
 from jaxinfer.server.errors import BadRequest, from_value_error, json_response

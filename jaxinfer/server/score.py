@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.pooling_llm import ScorePlan, score_plan
+from jaxinfer.scoring import ScorePlan, score_plan
 from jaxinfer.server.errors import json_response
 from jaxinfer.server.pooling import explain, processor_of, run, usage
 from jaxinfer.server.protocol.pooling import PoolingFields, RerankRequest, ScoreRequest
