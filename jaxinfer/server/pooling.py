@@ -120,10 +120,15 @@ async def answer_inputs(
 async def run(
     serving: Serving, http: Request, request: PoolingFields, prepared: Sequence[PreparedRequest]
 ) -> list[RequestOutput] | None:
-    """None: the client left."""
+    """In the order of `prepared`. None: the client left."""
     deadline = Deadline.of(http, request)
-    streams = serving.submit(prepared)
-    return await until_disconnect(http, lambda: deadline.wait(final_outputs(streams)))
+    ordered = processor_of(serving, http).in_order(prepared)
+    streams = serving.submit(ordered)
+    outputs = await until_disconnect(http, lambda: deadline.wait(final_outputs(streams)))
+    if outputs is None:
+        return None
+    by_request = {id(of): output for of, output in zip(ordered, outputs, strict=True)}
+    return [by_request[id(of)] for of in prepared]
 
 
 def explain(error: ValueError, request: PoolingFields, text_field: str) -> BadRequest:
