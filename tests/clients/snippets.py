@@ -39,7 +39,8 @@ def snippets() -> dict[str, tuple[str, str]]:
 
 def interpreter(package: str) -> str:
     """Of an environment that has the package; the test is skipped where none has."""
-    if importlib.util.find_spec(package) is not None:
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin is not None:  # a directory of that name is no package
         return sys.executable
     for directory in environments():
         if any(directory.glob(f"lib/python3*/site-packages/{package}")):
