@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.quantize.compensation import round_compensated
+from jaxinfer.quantize.grids import Int4Groups, round_to_int4
 from jaxinfer.quantize.linears import Fold, Input, NormProducer, RowProducer
-from jaxinfer.quantize.search import InputMoments, cut_off, find_scale
+from jaxinfer.quantize.search import InputMoments, cut_limits, cut_off, find_scale
 
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLayer:
+    """A layer that computes what it did, with other weights.
+
+    Attributes:
+        matrices: float32, to be rounded.
+        others: norms and biases that changed, in their own dtypes.
+        moments: of what the matrices get now.
+    """
+
+    matrices: Tensors
+    others: Tensors
+    moments: dict[Input, InputMoments]
 
 
 def scaled_layer(
@@ -21,34 +39,49 @@ def scaled_layer(
     folds: Sequence[Fold],
     moments: Mapping[Input, InputMoments],
     group_size: int,
-    *,
-    clip: bool = True,
-) -> Tensors:
-    """The tensors that change: matrices, not rounded yet, in float32, norms and biases in their own dtypes.
-
-    Before rounding the layer computes what it did. `read` gives the checkpoint's tensors as they are.
-    """
-    tensors = {name: read(name).astype(np.float32) for fold in folds for name in fold.consumers}
-    scales = {fold.input: _found(fold, tensors, moments, group_size) for fold in folds}
+) -> ScaledLayer:
+    """With the scales that are found to be the best. `read` gives the checkpoint's tensors as they are."""
+    matrices = {name: read(name).astype(np.float32) for fold in folds for name in fold.consumers}
+    scales = {fold.input: _found(fold, matrices, moments, group_size) for fold in folds}
     others: Tensors = {}
     for fold in folds:
         # The norm is rounded to its dtype: what it was divided by thereby is the scale, exactly.
         if isinstance(fold.producer, NormProducer):
             others |= _divided_norm(read, fold.producer, scales[fold.input])
         elif isinstance(fold.producer, RowProducer):
-            others |= _divided_rows(read, fold.producer, scales[fold.input], tensors)
+            others |= _divided_rows(read, fold.producer, scales[fold.input], matrices)
     seen = {}
     for fold in folds:
         scale_i = scales[fold.input][fold.channels]
         for name in fold.consumers:
-            tensors[name] *= scale_i
+            matrices[name] *= scale_i
         seen[fold.input] = moments[fold.input].divided_by(jnp.asarray(scale_i))
-    if clip:
-        for fold in folds:
-            for name in fold.cut:
-                products = seen[fold.input].products
-                tensors[name] = np.asarray(cut_off(tensors[name], products, group_size))
-    return tensors | others
+    return ScaledLayer(matrices, others, seen)
+
+
+def rounded_matrices(
+    layer: ScaledLayer,
+    folds: Sequence[Fold],
+    group_size: int,
+    scale_dtype: np.dtype,
+    *,
+    clip: bool,
+    compensate: bool,
+) -> dict[str, Int4Groups]:
+    """`clip`: the largest weights are cut off where that helps; `compensate`: each column makes up for those before it."""
+    rounded = {}
+    for fold in folds:
+        products = layer.moments[fold.input].products
+        for name in fold.consumers:
+            weight = jnp.asarray(layer.matrices[name])
+            limits = jnp.full((weight.shape[0], weight.shape[1] // group_size), jnp.inf)
+            if clip and name in fold.cut:
+                limits = cut_limits(weight, products, group_size)
+            if compensate:
+                rounded[name] = round_compensated(weight, products, limits, group_size, scale_dtype)
+            else:
+                rounded[name] = round_to_int4(cut_off(weight, limits), group_size, scale_dtype)
+    return rounded
 
 
 def _found(

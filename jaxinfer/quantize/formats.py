@@ -32,8 +32,15 @@ class AwqFormat:
 
     group_size: int
 
+    @property
+    def scale_dtype(self) -> np.dtype:
+        return np.dtype(np.float16)
+
     def quantized(self, module: str, weight_oi: np.ndarray) -> Tensors:
-        rounded = round_to_int4(weight_oi, self.group_size)
+        return self.packed(module, round_to_int4(weight_oi, self.group_size))
+
+    def packed(self, module: str, rounded: Int4Groups) -> Tensors:
+        """Weights that are rounded already, with scales of `scale_dtype`."""
         return {
             f"{module}.qweight": _packed(np.asarray(rounded.codes).T, _AWQ_ORDER),
             f"{module}.qzeros": _packed(np.asarray(rounded.zeros).T, _AWQ_ORDER),
@@ -65,18 +72,18 @@ class CompressedTensorsFormat:
     def quantized(self, module: str, weight_oi: np.ndarray) -> Tensors:
         if self.weights == "int4":
             assert self.group_size is not None
-            return self._packed_int4(
-                module, round_to_int4(weight_oi, self.group_size, self.scale_dtype)
-            )
-        rounded = round_to_int8 if self.weights == "int8" else round_to_e4m3
-        codes, scales = rounded(weight_oi, self.scale_dtype)
+            rounded = round_to_int4(weight_oi, self.group_size, self.scale_dtype)
+            return self.packed(module, rounded)
+        to_8_bits = round_to_int8 if self.weights == "int8" else round_to_e4m3
+        codes, scales = to_8_bits(weight_oi, self.scale_dtype)
         return {f"{module}.weight": codes, f"{module}.weight_scale": scales}
 
     def quantized_embedding(self, module: str, weight_ve: np.ndarray) -> Tensors:
         codes, scales = round_to_int8(weight_ve, self.scale_dtype)
         return {f"{module}.weight": codes, f"{module}.weight_scale": scales}
 
-    def _packed_int4(self, module: str, rounded: Int4Groups) -> Tensors:
+    def packed(self, module: str, rounded: Int4Groups) -> Tensors:
+        """Weights of "int4" that are rounded already, with scales of `scale_dtype`."""
         codes = np.asarray(rounded.codes)
         in_order = tuple(range(8))
         zeros_by_row = _packed(np.asarray(rounded.zeros).T, in_order).T

@@ -44,15 +44,25 @@ def round_to_int4(
     """The grid of each group reaches from its least weight to its greatest, and holds zero."""
     num_rows = weight_oi.shape[0]
     groups = weight_oi.astype(jnp.float32).reshape(num_rows, -1, group_size)
+    zeros, scales = int4_grids(groups, scale_dtype)
+    codes = int4_codes(groups, zeros[..., None], scales[..., None])
+    return Int4Groups(codes.reshape(num_rows, -1), zeros, scales)
+
+
+def int4_grids(groups: jax.Array, scale_dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """Zeros (uint8) and scales of the grids of groups along the last axis."""
     low = jnp.minimum(groups.min(-1), 0.0)
     high = jnp.maximum(groups.max(-1), 0.0)
-    # Codes are those for the scale that is stored.
     scales = jnp.maximum((high - low) / _TOP_CODE, _SMALLEST_SCALE).astype(scale_dtype)
-    steps = scales.astype(jnp.float32)
-    zeros = jnp.clip(jnp.round(-low / steps), 0, _TOP_CODE)
-    codes = jnp.clip(jnp.round(groups / steps[..., None]) + zeros[..., None], 0, _TOP_CODE)
-    as_bytes = codes.astype(jnp.uint8).reshape(num_rows, -1)
-    return Int4Groups(as_bytes, zeros.astype(jnp.uint8), scales)
+    # Zeros are those for the scale that is stored.
+    zeros = jnp.clip(jnp.round(-low / scales.astype(jnp.float32)), 0, _TOP_CODE)
+    return zeros.astype(jnp.uint8), scales
+
+
+def int4_codes(weights: jax.Array, zeros: jax.Array, scales: jax.Array) -> jax.Array:
+    """The nearest points' codes, uint8; all of shapes that broadcast."""
+    steps = jnp.round(weights / scales.astype(jnp.float32))
+    return jnp.clip(steps + zeros.astype(jnp.float32), 0, _TOP_CODE).astype(jnp.uint8)
 
 
 def round_to_int8(weight_oi: np.ndarray, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

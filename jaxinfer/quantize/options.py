@@ -22,6 +22,7 @@ class QuantizeOptions:
         group_size: of "awq", weights that share a scale; None: the largest of 128, 64 and 32 that fits.
         search: of "awq", whether scales are searched on the calibration text; otherwise weights are only rounded.
         clip: whether the largest weights may be cut off where that is found to help.
+        compensate: whether, as columns are rounded one after the other, later ones make up for earlier ones' errors.
         embedding: "int8": the embedding, and with it a tied head, in 8 bits too.
         calibration: a text file, None for the one that comes along.
         num_samples: pieces of the text that are used.
@@ -32,6 +33,7 @@ class QuantizeOptions:
     group_size: int | None = None
     search: bool = True
     clip: bool = True
+    compensate: bool = True
     embedding: Literal["int8"] | None = None
     calibration: Path | None = None
     num_samples: int = 16
@@ -77,6 +79,11 @@ def add_quantize_args(parser: argparse.ArgumentParser) -> None:
     add(
         "clip",
         "of awq: cut off the largest weights where that is found to help",
+        action=argparse.BooleanOptionalAction,
+    )
+    add(
+        "compensate",
+        "of awq: let later columns make up for the rounding of earlier ones",
         action=argparse.BooleanOptionalAction,
     )
     add("embedding", "keep the embedding, and a tied head, in 8 bits too", choices=("int8",))

@@ -14,9 +14,10 @@ from jaxinfer.frontend.tokenizer import Tokenizer
 from jaxinfer.models.functional import FunctionalDecoder
 from jaxinfer.models.registry import ModelDescription, describe_model
 from jaxinfer.parallel.mesh import make_mesh
-from jaxinfer.quantize.awq import scaled_layer
+from jaxinfer.quantize.awq import ScaledLayer, rounded_matrices, scaled_layer
 from jaxinfer.quantize.calibration import DEFAULT_TEXT, CalibrationRun, calibration_samples
 from jaxinfer.quantize.formats import AwqFormat, CompressedTensorsFormat, Format
+from jaxinfer.quantize.grids import Int4Groups
 from jaxinfer.quantize.linears import find_folds, find_matrices, why_not_searched
 from jaxinfer.quantize.options import GROUP_SIZES, QuantizeOptions
 from jaxinfer.quantize.writer import ShardWriter, write_surroundings
@@ -169,11 +170,12 @@ def _tensors(
     """Of the new checkpoint."""
     done: set[str] = set()
     if samples is not None:
-        assert isinstance(layout, AwqFormat | CompressedTensorsFormat) and layout.group_size
-        for changed in _scaled_layers(options, source, layout.group_size, samples):
-            done |= changed.keys()
-            for name, tensor in changed.items():
-                yield from _written(name, tensor, matrices, layout)
+        assert isinstance(layout, AwqFormat | CompressedTensorsFormat)
+        for layer, rounded in _searched_layers(options, source, layout, samples):
+            done |= rounded.keys() | layer.others.keys()
+            yield from layer.others.items()
+            for name, weight in rounded.items():
+                yield from layout.packed(_module(name), weight).items()
     tied = source.description.spec.tied_head
     for name in source.reader.names():
         if name in done or (tied and name.endswith("lm_head.weight")):
@@ -183,27 +185,37 @@ def _tensors(
             weight = source.read(name).astype(np.float32)
             yield from layout.quantized_embedding(_module(name), weight).items()
             continue
-        yield from _written(name, source.read(name), matrices, layout)
+        tensor = source.read(name)
+        if name in matrices:
+            yield from layout.quantized(_module(name), tensor.astype(np.float32)).items()
+        else:
+            yield name, tensor
 
 
-def _scaled_layers(
-    options: QuantizeOptions, source: _Source, group_size: int, samples: np.ndarray
-) -> Iterator[dict[str, np.ndarray]]:
-    spec = source.description.spec
+def _searched_layers(
+    options: QuantizeOptions,
+    source: _Source,
+    layout: AwqFormat | CompressedTensorsFormat,
+    samples: np.ndarray,
+) -> Iterator[tuple[ScaledLayer, dict[str, Int4Groups]]]:
+    spec, group_size = source.description.spec, layout.group_size
+    assert group_size is not None
     run = CalibrationRun(source.description, source.plan, source.reader, samples)
     for i in range(len(spec.layers)):
         folds = find_folds(spec, source.plan, i)
-        yield scaled_layer(source.read, folds, run.next_layer(), group_size, clip=options.clip)
+        layer = scaled_layer(source.read, folds, run.next_layer(), group_size)
+        yield (
+            layer,
+            rounded_matrices(
+                layer,
+                folds,
+                group_size,
+                layout.scale_dtype,
+                clip=options.clip,
+                compensate=options.compensate,
+            ),
+        )
         logger.info("layer %d of %d", i + 1, len(spec.layers))
-
-
-def _written(
-    name: str, tensor: np.ndarray, matrices: dict[str, tuple[int, int]], layout: Format
-) -> Iterator[tuple[str, np.ndarray]]:
-    if name in matrices:
-        yield from layout.quantized(_module(name), tensor.astype(np.float32)).items()
-    else:
-        yield name, tensor
 
 
 def _ignored(source: _Source, matrices: dict[str, tuple[int, int]]) -> list[str]:

@@ -119,17 +119,16 @@ def _output_error(difference_oi: jax.Array, products_ii: jax.Array) -> jax.Array
 
 
 @partial(jax.jit, static_argnames="group_size")
-def cut_off(weight_oi: jax.Array, products_ii: jax.Array, group_size: int) -> jax.Array:
-    """The weights with each group cut to the best of ± a fraction of its largest, by what it alone makes of the text."""
+def cut_limits(weight_oi: jax.Array, products_ii: jax.Array, group_size: int) -> jax.Array:
+    """[O, I/g]: where to cut each group off on both sides of zero, by what it alone makes of the text."""
     num_rows, num_groups = weight_oi.shape[0], weight_oi.shape[1] // group_size
     shape = (num_groups, group_size, num_groups, group_size)
     blocks = jnp.einsum("nanb->nab", products_ii.reshape(shape))
     groups = weight_oi.reshape(num_rows, num_groups, group_size)
-    largest = jnp.abs(groups).max(-1, keepdims=True)
+    largest = jnp.abs(groups).max(-1)
 
     def error(shrink: jax.Array) -> jax.Array:
-        cut = jnp.clip(groups, -shrink * largest, shrink * largest)
-        rounded = round_to_int4(cut.reshape(weight_oi.shape), group_size).values()
+        rounded = round_to_int4(cut_off(weight_oi, shrink * largest), group_size).values()
         difference = rounded.reshape(groups.shape) - groups
         product = jnp.einsum(
             "ona,nab->onb", difference, blocks, precision=jax.lax.Precision.HIGHEST
@@ -137,6 +136,10 @@ def cut_off(weight_oi: jax.Array, products_ii: jax.Array, group_size: int) -> ja
         return jnp.sum(product * difference, -1)
 
     shrinks = jnp.asarray(_SHRINKS, jnp.float32)
-    best = shrinks[jnp.argmin(jax.lax.map(error, shrinks), axis=0)]
-    limit = best[..., None] * largest
-    return jnp.clip(groups, -limit, limit).reshape(weight_oi.shape)
+    return largest * shrinks[jnp.argmin(jax.lax.map(error, shrinks), axis=0)]
+
+
+def cut_off(weight_oi: jax.Array, limits: jax.Array) -> jax.Array:
+    """[O, I], each group within ± its limit of [O, I/g]."""
+    groups = weight_oi.reshape(*limits.shape, -1)
+    return jnp.clip(groups, -limits[..., None], limits[..., None]).reshape(weight_oi.shape)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from jaxinfer.quantize.awq import scaled_layer
+from jaxinfer.quantize.awq import rounded_matrices, scaled_layer
 from jaxinfer.quantize.calibration import CalibrationRun, calibration_samples
 from jaxinfer.quantize.linears import NormProducer, find_folds
 from tests.quantize.models import make_model, opened, tiny_dir
@@ -60,7 +60,8 @@ def test_scales_change_nothing_before_rounding(name, tmp_path):
     for i in range(len(description.spec.layers)):
         folds = find_folds(description.spec, plan, i)
         assert all(fold.producer is not None for fold in folds)
-        changed = scaled_layer(reader.read, folds, run.next_layer(), 32, clip=False)
+        layer = scaled_layer(reader.read, folds, run.next_layer(), 32)
+        changed = layer.matrices | layer.others
         for fold in folds:
             changes = (changed[name] / tensors[name] for name in fold.consumers)
             scaled_inputs += any(np.abs(change - 1).max() > 0.1 for change in changes)
@@ -81,6 +82,32 @@ def test_scales_change_nothing_before_rounding(name, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(("clip", "compensate"), [(False, False), (True, False), (True, True)])
+def test_what_rounding_is_told_reduces_the_errors_of_outputs(clip, compensate):
+    reader, description, plan = opened(tiny_dir("uneven"))
+    moments = CalibrationRun(description, plan, reader, SAMPLES).next_layer()
+    folds = find_folds(description.spec, plan, 0)
+    layer = scaled_layer(reader.read, folds, moments, 32)
+    half = np.dtype(np.float16)
+
+    def errors(**options: bool) -> dict[str, float]:
+        rounded = rounded_matrices(layer, folds, 32, half, **options)
+        found = {}
+        for fold in folds:
+            products = np.asarray(layer.moments[fold.input].products, np.float64)
+            for name in fold.consumers:
+                difference = np.asarray(rounded[name].values(), np.float64) - layer.matrices[name]
+                found[name] = np.trace(difference @ products @ difference.T)
+        return found
+
+    plain, better = errors(clip=False, compensate=False), errors(clip=clip, compensate=compensate)
+    for name in plain:
+        if not clip or (not compensate and ("q_proj" in name or "k_proj" in name)):
+            assert better[name] == plain[name]
+        else:
+            assert better[name] < (0.85 if compensate else 1.0) * plain[name], name
+
+
 def test_a_norm_in_16_bits_gives_the_scale_that_it_was_divided_by():
     directory = tiny_dir("gemma3")
     reader, description, plan = opened(directory)
@@ -94,11 +121,11 @@ def test_a_norm_in_16_bits_gives_the_scale_that_it_was_divided_by():
             tensor[3] = -1  # a channel that the norm puts out
         return tensor
 
-    changed = scaled_layer(read, [fold], moments, 32, clip=False)
-    before, after = read(fold.producer.tensor), changed[fold.producer.tensor]
+    layer = scaled_layer(read, [fold], moments, 32)
+    before, after = read(fold.producer.tensor), layer.others[fold.producer.tensor]
     assert after.dtype == np.float16
     expected = (1 + before.astype(np.float32))[None] * read(fold.consumers[0]).astype(np.float32)
-    found = (1 + after.astype(np.float32))[None] * changed[fold.consumers[0]]
+    found = (1 + after.astype(np.float32))[None] * layer.matrices[fold.consumers[0]]
     # Rounded norms and exact scales: float32's rounding is all that is left.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 

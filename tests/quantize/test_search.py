@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxinfer.quantize.search import InputMoments, cut_off, find_scale
+from jaxinfer.quantize.search import InputMoments, cut_limits, cut_off, find_scale
 
 GROUP = 32
 
@@ -60,7 +60,9 @@ def test_moments_of_scaled_inputs_are_those_of_the_inputs_scaled():
 def test_each_group_is_cut_where_its_own_error_is_least():
     w, x, moments = case(num_rows=4)
     w[0, 5], w[1, 40] = 9, -7  # outliers
-    found = np.asarray(cut_off(w, moments.products, GROUP))
+    limits = cut_limits(w, moments.products, GROUP)
+    found = np.asarray(cut_off(w, limits))
+    assert limits.shape == (4, 2)
     for row in range(4):
         for group in (slice(0, 32), slice(32, 64)):
             errors = {}

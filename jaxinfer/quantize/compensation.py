@@ -1,0 +1,78 @@
+"""Rounding column by column, where the columns that are still to come make up for what was rounded before.
+
+GPTQ's way (arXiv 2210.17323) to minimise the error of the outputs for given grids: how much each later column changes for an
+error of an earlier one follows from the second moments of the inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.quantize.grids import Int4Groups, int4_codes, int4_grids
+
+_DAMPING = 0.02
+"""Added to each input's second moment, as a fraction of it: a text says only so much about others."""
+
+
+@partial(jax.jit, static_argnames=("group_size", "scale_dtype"))
+def round_compensated(
+    weight_oi: jax.Array,
+    products_ii: jax.Array,
+    limits: jax.Array,
+    group_size: int,
+    scale_dtype: np.dtype,
+) -> Int4Groups:
+    """`weight_oi` for inputs with the sums of products `products_ii`. `limits` [O, I/g]: what groups are cut off at."""
+    num_rows, num_columns = weight_oi.shape
+    shares_ii = _shares(products_ii)
+
+    def round_group(start: jax.Array, group_og: jax.Array, limit_o: jax.Array) -> tuple:
+        """Errors and codes [O, g], zeros and scales [O]."""
+        cut = jnp.clip(group_og, -limit_o[:, None], limit_o[:, None])
+        zeros, scales = int4_grids(cut, scale_dtype)
+        own = jax.lax.dynamic_slice(shares_ii, (start, start), (group_size, group_size))
+
+        def round_column(i: jax.Array, carry: tuple) -> tuple:
+            left, errors, codes = carry
+            column = jax.lax.dynamic_index_in_dim(left, i, 1, keepdims=False)
+            code = int4_codes(column, zeros, scales)
+            steps = code.astype(jnp.float32) - zeros.astype(jnp.float32)
+            error = column - steps * scales.astype(jnp.float32)
+            left = left - error[:, None] * own[i]
+            return left, errors.at[:, i].set(error), codes.at[:, i].set(code)
+
+        empty = jnp.zeros_like(group_og), jnp.zeros(group_og.shape, jnp.uint8)
+        _, errors, codes = jax.lax.fori_loop(0, group_size, round_column, (group_og, *empty))
+        return errors, codes, zeros, scales
+
+    def step(left_oi: jax.Array, item: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple]:
+        group, limit_o = item
+        start = group * group_size
+        group_og = jax.lax.dynamic_slice(left_oi, (0, start), (num_rows, group_size))
+        errors, *rounded = round_group(start, group_og, limit_o)
+        shares = jax.lax.dynamic_slice(shares_ii, (start, 0), (group_size, num_columns))
+        made_up = jnp.matmul(errors, shares, precision=jax.lax.Precision.HIGHEST)
+        return left_oi - made_up, tuple(rounded)
+
+    groups = jnp.arange(num_columns // group_size)
+    _, (codes, zeros, scales) = jax.lax.scan(step, weight_oi, (groups, limits.T))
+    return Int4Groups(jnp.moveaxis(codes, 0, 1).reshape(weight_oi.shape), zeros.T, scales.T)
+
+
+def _shares(products_ii: jax.Array) -> jax.Array:
+    """[I, I]: of the error of row's input, what each later one has to make up for; one on the diagonal, zero below."""
+    # Inputs of the same size are better conditioned. One that the text never has may be anything.
+    size_i = jnp.sqrt(jnp.diag(products_ii))
+    size_i = jnp.where(size_i == 0, 1, size_i)
+    related = products_ii / size_i[:, None] / size_i
+    damped = related + _DAMPING * jnp.eye(len(related))
+    damped += jnp.diag(jnp.where(jnp.diag(related) == 0, 1.0, 0.0))
+    # The Cholesky factor of the inverse, from that of the matrix with its order reversed.
+    reversed_factor = jnp.linalg.cholesky(damped[::-1, ::-1])
+    inverse = jax.scipy.linalg.solve_triangular(reversed_factor, jnp.eye(len(related)), lower=True)
+    factor = inverse[::-1, ::-1]
+    return factor / jnp.diag(factor)[:, None] * (size_i[:, None] / size_i)
