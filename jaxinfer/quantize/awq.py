@@ -71,14 +71,14 @@ def rounded_matrices(
     """`clip`: the largest weights are cut off where that helps; `compensate`: each column makes up for those before it."""
     rounded = {}
     for fold in folds:
-        products = layer.moments[fold.input].products
+        moments = layer.moments[fold.input]
         for name in fold.consumers:
             weight = jnp.asarray(layer.matrices[name])
             limits = jnp.full((weight.shape[0], weight.shape[1] // group_size), jnp.inf)
             if clip and name in fold.cut:
-                limits = cut_limits(weight, products, group_size)
+                limits = cut_limits(weight, moments.products, group_size)
             if compensate:
-                rounded[name] = round_compensated(weight, products, limits, group_size, scale_dtype)
+                rounded[name] = round_compensated(weight, moments, limits, group_size, scale_dtype)
             else:
                 rounded[name] = round_to_int4(cut_off(weight, limits), group_size, scale_dtype)
     return rounded

@@ -172,4 +172,4 @@ def _observe(
 
 def _moments(x_ti: jax.Array) -> InputMoments:
     products = jnp.matmul(x_ti.T, x_ti, precision=jax.lax.Precision.HIGHEST)
-    return InputMoments(products, jnp.abs(x_ti).sum(0))
+    return InputMoments(products, jnp.abs(x_ti).sum(0), jnp.asarray(len(x_ti), jnp.float32))

@@ -13,22 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.quantize.grids import Int4Groups, int4_codes, int4_grids
+from jaxinfer.quantize.search import InputMoments
 
-_DAMPING = 0.02
-"""Added to each input's second moment, as a fraction of it: a text says only so much about others."""
+_LEAST_DAMPING = 0.01
 
 
 @partial(jax.jit, static_argnames=("group_size", "scale_dtype"))
 def round_compensated(
     weight_oi: jax.Array,
-    products_ii: jax.Array,
+    moments: InputMoments,
     limits: jax.Array,
     group_size: int,
     scale_dtype: np.dtype,
 ) -> Int4Groups:
-    """`weight_oi` for inputs with the sums of products `products_ii`. `limits` [O, I/g]: what groups are cut off at."""
+    """`weight_oi` for inputs with such moments. `limits` [O, I/g]: what groups are cut off at."""
     num_rows, num_columns = weight_oi.shape
-    shares_ii = _shares(products_ii)
+    # T tokens say how I inputs are related up to an error of about sqrt(I / T): the fewer, the less is made of it.
+    damping = jnp.maximum(_LEAST_DAMPING, num_columns / moments.num_tokens)
+    shares_ii = _shares(moments.products, damping)
 
     def round_group(start: jax.Array, group_og: jax.Array, limit_o: jax.Array) -> tuple:
         """Errors and codes [O, g], zeros and scales [O]."""
@@ -63,13 +65,16 @@ def round_compensated(
     return Int4Groups(jnp.moveaxis(codes, 0, 1).reshape(weight_oi.shape), zeros.T, scales.T)
 
 
-def _shares(products_ii: jax.Array) -> jax.Array:
-    """[I, I]: of the error of row's input, what each later one has to make up for; one on the diagonal, zero below."""
+def _shares(products_ii: jax.Array, damping: jax.Array) -> jax.Array:
+    """[I, I]: of the error of row's input, what each later one has to make up for; one on the diagonal, zero below.
+
+    `damping`: added to each input's second moment, as a fraction of it.
+    """
     # Inputs of the same size are better conditioned. One that the text never has may be anything.
     size_i = jnp.sqrt(jnp.diag(products_ii))
     size_i = jnp.where(size_i == 0, 1, size_i)
     related = products_ii / size_i[:, None] / size_i
-    damped = related + _DAMPING * jnp.eye(len(related))
+    damped = related + damping * jnp.eye(len(related))
     damped += jnp.diag(jnp.where(jnp.diag(related) == 0, 1.0, 0.0))
     # The Cholesky factor of the inverse, from that of the matrix with its order reversed.
     reversed_factor = jnp.linalg.cholesky(damped[::-1, ::-1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinfer.quantize.grids import round_to_int4
 
-_NUM_EXPONENTS = 20
+_NUM_EXPONENTS = 10
 _SHRINKS = tuple(1 - i / 20 for i in range(10))
 """Fractions of a group's largest weight at which it may be cut off."""
 _EPSILON = 1e-8
@@ -32,6 +32,8 @@ class InputMoments:
     """[I, I] float32: of x xᵀ."""
     magnitudes: jax.Array
     """[I] float32: of |x|."""
+    num_tokens: jax.Array
+    """T, a number"""
 
     def __add__(self, other: InputMoments) -> InputMoments:
         return jax.tree.map(jnp.add, self, other)
@@ -39,7 +41,7 @@ class InputMoments:
     def divided_by(self, scale_i: jax.Array) -> InputMoments:
         """Those of x / scale."""
         products = self.products / scale_i[:, None] / scale_i
-        return InputMoments(products, self.magnitudes / scale_i)
+        return InputMoments(products, self.magnitudes / scale_i, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.quantize.compensation import round_compensated
+from jaxinfer.quantize.search import InputMoments
 
 GROUP, HALF = 32, np.dtype(np.float16)
+NUM_TOKENS = 3000
 
 
 def case(num_inputs: int):
@@ -11,14 +13,22 @@ def case(num_inputs: int):
     rng = np.random.default_rng(num_inputs)
     w = rng.standard_normal((12, num_inputs), np.float32)
     mix = rng.standard_normal((num_inputs, num_inputs)) / num_inputs**0.5
-    x = rng.standard_normal((300, num_inputs)) @ (mix + 0.3) * rng.lognormal(0, 1, num_inputs)
+    x = (
+        rng.standard_normal((NUM_TOKENS, num_inputs))
+        @ (mix + 0.3)
+        * rng.lognormal(0, 1, num_inputs)
+    )
     return w, (x.T @ x).astype(np.float32)
+
+
+def moments_of(products: np.ndarray) -> InputMoments:
+    return InputMoments(products, np.ones(len(products), np.float32), np.float32(NUM_TOKENS))
 
 
 def reference(w: np.ndarray, products: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Column by column in float64: after each, the weights that are left move to where they make the error least."""
     left, moments = w.astype(np.float64), products.astype(np.float64)
-    moments = moments + 0.02 * np.diag(np.diag(moments))
+    moments = moments + w.shape[1] / NUM_TOKENS * np.diag(np.diag(moments))
     result = np.zeros_like(left)
     for j in range(w.shape[1]):
         if j % GROUP == 0:
@@ -48,7 +58,7 @@ def test_later_columns_make_up_for_earlier_ones(num_inputs, cut):
     limits = np.full((12, num_inputs // GROUP), np.inf, np.float32)
     if cut:
         limits = 0.8 * np.abs(w).reshape(12, -1, GROUP).max(-1)
-    found = np.asarray(round_compensated(w, products, limits, GROUP, HALF).values())
+    found = np.asarray(round_compensated(w, moments_of(products), limits, GROUP, HALF).values())
     expected = reference(w, products, limits)
     # A weight near the middle of two points may go to another in float32, and then all after it differ.
     same = np.isclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -63,7 +73,7 @@ def test_an_input_that_the_text_never_has_is_rounded_by_itself():
     w, products = case(32)
     products[5], products[:, 5] = 0, 0
     limits = np.full((12, 1), np.inf, np.float32)
-    found = np.asarray(round_compensated(w, products, limits, GROUP, HALF).values())
+    found = np.asarray(round_compensated(w, moments_of(products), limits, GROUP, HALF).values())
     assert np.isfinite(found).all()
     steps = (w.max(1) - w.min(1)) / 15
     assert np.all(np.abs(found[:, 5] - w[:, 5]) <= 0.51 * steps)

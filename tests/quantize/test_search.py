@@ -12,7 +12,7 @@ def case(num_rows: int = 16, num_inputs: int = 64, seed: int = 0):
     w = rng.standard_normal((num_rows, num_inputs), np.float32)
     x = rng.standard_normal((200, num_inputs), np.float32) * rng.lognormal(0, 1.5, num_inputs)
     x = x.astype(np.float32)
-    return w, x, InputMoments(x.T @ x, np.abs(x).sum(0))
+    return w, x, InputMoments(x.T @ x, np.abs(x).sum(0), len(x))
 
 
 def rounded(w: np.ndarray) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_the_errors_are_those_of_the_outputs(per_channel):
 def test_inputs_of_equal_size_leave_weights_alone_or_better():
     w, _, _ = case()
     x = np.random.default_rng(1).choice([-1, 1], (400, 64)).astype(np.float32)
-    found = find_scale(w, InputMoments(x.T @ x, np.abs(x).sum(0)), np.arange(64), GROUP)
+    found = find_scale(w, InputMoments(x.T @ x, np.abs(x).sum(0), len(x)), np.arange(64), GROUP)
     assert found.error <= found.plain_error
 
 
