@@ -33,7 +33,7 @@ class QuantizeOptions:
     group_size: int | None = None
     search: bool = True
     clip: bool = True
-    compensate: bool = True
+    compensate: bool = False
     embedding: Literal["int8"] | None = None
     calibration: Path | None = None
     num_samples: int = 16

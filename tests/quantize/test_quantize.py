@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from jaxinfer import cli
+from jaxinfer import LLM, SamplingParams, cli
 from jaxinfer.quantize.options import QuantizeOptions
 from jaxinfer.quantize.run import quantize
 from jaxinfer.weights.safetensors import INDEX_NAME, SafetensorsReader
-from tests.quantize.models import tiny_dir
+from tests.quantize.models import make_model, tiny_dir
 from tests.quantize.unpacked import dequantized, read_tensors
+from tests.tiny_llm import SMALL, TOKENIZER
 
 EMBEDDING = "model.embed_tokens.weight"
 ERRORS = {"awq": 0.15, "int8": 0.008, "fp8": 0.03}
@@ -104,18 +106,33 @@ def test_searched_weights_make_less_of_an_error_than_rounded_ones(embedding, cal
 
 def logits_error(name: str, out: Path) -> float:
     """Mean square, against the original's."""
-    import torch
+    ids = np.random.default_rng(3).integers(3, 90, (4, 40))
+    expected = logits(name, read_tensors(tiny_dir(name)), ids)
+    return float(((logits(name, dequantized(out), ids) - expected) ** 2).mean())
 
-    from tests.quantize.models import make_model
 
-    ids = torch.from_numpy(np.random.default_rng(3).integers(3, 90, (4, 40)))
+def logits(name: str, tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """Of the model with those tensors, by transformers in float64."""
     model = make_model(name).double()
+    state = {key: torch.from_numpy(np.array(x)) for key, x in tensors.items()}
+    _, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
     with torch.no_grad():
-        expected = model(ids).logits
-        tensors = {key: torch.from_numpy(np.array(x)) for key, x in dequantized(out).items()}
-        _, unexpected = model.load_state_dict(tensors, strict=False)
-        assert not unexpected
-        return float((model(ids).logits - expected).square().mean())
+        return model(torch.from_numpy(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("embedding", [None, "int8"])
+def test_the_engine_computes_what_the_format_means(embedding, tmp_path):
+    out, _ = made("llama", tmp_path / "out", search=False, embedding=embedding)
+    ids = np.array(TOKENIZER.encode("It is not down in any map."))
+    expected = logits("llama", dequantized(out), ids[None])[0]
+    expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with LLM(str(out), **SMALL) as llm:
+        [output] = llm.generate([{"prompt_token_ids": ids.tolist()}], params, use_tqdm=False)
+    entries = list(output.prompt_logprobs)[1:]
+    found = [entry[token].logprob for entry, token in zip(entries, ids[1:].tolist(), strict=True)]
+    np.testing.assert_allclose(found, expected[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
 
 
 def test_what_is_not_searched_is_rounded_and_said(tmp_path, caplog):
