@@ -1,7 +1,7 @@
 """Run a compile check in a process of its own, with a time limit.
 
 A compiler that crashes, or a kernel that never ends in the interpreter, then fails one check and not the test run;
-and the check gets JAX's CPU platform whatever the caller uses.
+and the check gets JAX's CPU platform and XLA's optimizations whatever the caller uses.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def run_job(
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
         # The size of XLA's thread pool. Pallas's interpreter gives each warp group of a thread block a thread of it, in
         # which it waits for the others: on a machine of two cores they would starve one another.
         "NPROC": "16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax-tests"))
+if "cuda" not in os.environ["JAX_PLATFORMS"]:
+    # Tests' programs run a few times: compiling them is most of the work. See `optimized_programs`.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Small test programs are worth caching too (the defaults only keep those that took over a second).
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
@@ -42,6 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def optimized_programs() -> Iterator[None]:
+    """Programs of this process are compiled as a user's are: for tests of bits."""
+    import jax
+
+    flag = "jax_disable_most_optimizations"
+    before = jax.config.read(flag)
+    jax.config.update(flag, False)
+    yield
+    jax.config.update(flag, before)
 
 
 def _package_dir(name: str) -> Path:

@@ -17,6 +17,7 @@ from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.sampling_params import SamplingParams
 from tests.core_harness import Generated, executor_of, run, tiny_core
 
+pytestmark = pytest.mark.usefixtures("optimized_programs")
 VOCAB = 97
 BLOCKS = 1 + 3 * 24
 """For three of the eight requests that run at once, at their longest, of layers without a window."""

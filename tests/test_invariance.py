@@ -13,6 +13,7 @@ from jaxinfer.engine.stats import SchedulerStats
 from jaxinfer.sampling_params import SamplingParams
 from tests.core_harness import executor_of, run, tiny_core
 
+pytestmark = pytest.mark.usefixtures("optimized_programs")
 NUM_REQUESTS, NUM_TOKENS = 32, 24
 
 

@@ -23,9 +23,7 @@ STUCK = "no progress"
 """`mosaic_jobs.STUCK`, without importing Pallas."""
 
 # What is compiled to interpret a kernel runs once.
-QUICK_TO_COMPILE = {
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-}
+QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 Call = tuple[str, dict[str, Any]]
 """Of `module:function`, with its arguments."""

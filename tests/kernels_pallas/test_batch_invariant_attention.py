@@ -10,6 +10,7 @@ import pytest
 from kernels_pallas import ragged_paged_attention
 from tests.kernels_pallas.paged_batches import Geometry, check_result, make_batch
 
+pytestmark = pytest.mark.usefixtures("optimized_programs")
 T, R, PAGE, PAGES = 32, 8, 16, 16
 KV_HEADS, GROUP, HEAD = 3, 3, 24
 LENGTHS = (200, 131, 64, 17, 16, 1)
