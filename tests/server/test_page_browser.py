@@ -221,7 +221,7 @@ def test_no_text_is_slow_to_show(chromium):
             }""",
             list(SLOW),
         )
-        assert max(seconds) < 2
+        assert max(seconds) < 5
 
 
 def test_a_view_that_grows_ends_as_one_made_at_once(chromium):
@@ -361,8 +361,8 @@ def test_the_picture_is_that_of_the_endpoint(chromium, scheme):
         page.wait_for_function("() => document.getElementById('n-shared').textContent > 0")
         page.click("#pause")
         page.wait_for_selector("#engine-state[data-kind=paused]")
-        drawn = int(page.inner_text("#n-in-use"))
-        picture = next(p for p in reversed(one.pictures) if p["blocks"]["in_use"] == drawn)
+        drawn = float(page.get_attribute("#engine", "data-timestamp"))
+        picture = next(p for p in one.pictures if p["timestamp"] == drawn)
         blocks = picture["blocks"]
         for state in ("free", "cached", "in_use", "shared"):
             assert int(page.inner_text(f"#n-{state.replace('_', '-')}")) == blocks[state]

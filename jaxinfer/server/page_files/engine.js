@@ -99,6 +99,7 @@ function setState(kind, text) {
 }
 
 function draw(isNew = false) {
+  byId("engine").dataset.timestamp = picture.timestamp;
   showState();
   showTiles();
   showRequests();
