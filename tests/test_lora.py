@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jaxinfer import LLM, EngineArgs, LoRARequest, SamplingParams, StructuredOutputsParams
+from jaxinfer import (
+    LLM,
+    BeamSearchParams,
+    LoRARequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from jaxinfer.executor import kv_cache
 from tests.tiny_checkpoints import tiny_model
 from tests.tiny_llm import NAME, SMALL, VOCAB, ids, tiny_llm_dir
-from tests.tiny_lora import ATTENTION, MLP, logits_of, merged_model, write_adapter
+from tests.tiny_lora import ATTENTION, MLP, logits_of, merged_model, modules, write_adapter
 
 OPTIONS = SMALL | dict(
     max_num_seqs=9,
@@ -118,6 +125,36 @@ def test_adapters_come_and_go_without_a_compilation(llm, adapters, merged):
     assert llm.remove_lora(1) and not llm.remove_lora(1) and llm.list_loras() == set(range(2, 9))
 
 
+def test_after_sleep(llm, adapters, merged):
+    llm.sleep(1)
+    llm.wake_up()
+    [output] = llm.generate(prompts(1), GREEDY, use_tqdm=False, lora_request=adapters[7])
+    assert_equal(output, merged[7])
+
+
+def test_beam_search(llm, adapters, merged):
+    prompt = prompts(1)[0]
+    params = BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True)
+    [found] = llm.beam_search([prompt], params, lora_request=adapters[0])
+    expected = logits_of(merged[0], found.sequences[0].tokens)[len(prompt) - 1 : -1]
+    assert found.sequences[0].tokens[len(prompt) :] == expected.argmax(axis=1).tolist()
+
+
+def test_the_stacks_are_counted_as_the_devices_memory(monkeypatch):
+    resident = []
+    sized = kv_cache.num_blocks
+
+    def num_blocks(*args, **kwargs):
+        resident.append(kwargs["resident_bytes"])
+        return sized(*args, **kwargs)
+
+    monkeypatch.setattr(kv_cache, "num_blocks", num_blocks)
+    for options in ({"enable_lora": False}, {}):
+        LLM(str(tiny_llm_dir()), **(OPTIONS | options)).shutdown()
+    numbers = 8 * 8 * sum(sum(shape) for shape in modules(ATTENTION + MLP).values())
+    assert resident[1] - resident[0] == 4 * numbers
+
+
 def test_structured_outputs(llm, adapters):
     params = SamplingParams(
         temperature=0,
@@ -164,8 +201,10 @@ def test_adapters_that_do_not_fit(llm, adapters, tmp_path):
         (dict(max_loras=4, max_cpu_loras=3), "max_cpu_loras must be at least 4, got 3"),
         (dict(lora_dtype="int8"), "lora_dtype must be one of"),
         (dict(fully_sharded_loras=True), "fully_sharded_loras must be one of"),
+        (dict(deterministic=True), "enable_lora can't be combined with deterministic=True"),
+        (dict(runner="pooling"), "enable_lora can't be combined with runner='pooling'"),
     ],
 )
 def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        EngineArgs("model", enable_lora=True, **options)
+        LLM(str(tiny_llm_dir()), enable_lora=True, **options)

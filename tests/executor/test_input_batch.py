@@ -41,6 +41,33 @@ def steps(draw):
     return requests, pages
 
 
+def test_slots_of_adapters_come_after_all_that_others_read():
+    ladder = BucketLadder.create(512, NUM_ROWS, MAX_PAGES)
+    plain, adapted = (
+        InputBatch(NUM_ROWS, MAX_PAGES, PAGE, ladder, has_adapters=has) for has in (False, True)
+    )
+    admitted = [
+        AdmittedRow(row, np.arange(9, dtype=np.int32), 9, SamplingParams(), slot)
+        for row, slot in ((3, 2), (1, 0), (0, 1))
+    ]
+    plan = StepPlan(
+        admitted=admitted,
+        rows=np.array([3, 1, 0], np.int32),
+        num_scheduled=np.array([1, 2, 4], np.int32),
+        num_computed=np.array([8, 0, 3], np.int32),
+        samples=np.zeros(3, bool),
+        block_rows=np.zeros(0, np.int32),
+        block_cols=np.zeros(0, np.int32),
+        block_ids=np.zeros(0, np.int32),
+    )
+    for batch in (plain, adapted):
+        batch.apply(plan)
+    (shape, without), (_, packed) = plain.pack(plan), adapted.pack(plan)
+    assert packed[: len(without)].tolist() == without.tolist()
+    slots = PackedLayout(shape, has_adapters=True).views(packed)["adapter_slots"]
+    assert slots.tolist() == [2, 0, 0, 1, 1, 1, 1, *[0] * (shape.num_tokens - 7)]
+
+
 @settings(max_examples=200, deadline=None)
 @pytest.mark.parametrize("num_groups", [1, 3])
 @given(step=steps())

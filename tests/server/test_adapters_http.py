@@ -7,12 +7,12 @@ import asyncio
 
 import pytest
 
-from jaxinfer import LoRARequest, RequestFailedError, SamplingParams
+from jaxinfer import LLM, LoRARequest, RequestFailedError, SamplingParams
 from jaxinfer.config import LoRAConfig
 from jaxinfer.engine_args import EngineArgs
 from jaxinfer.server.adapter_args import RUNTIME_VARIABLE
 from jaxinfer.server.args import add_server_args, server_settings
-from tests.frontend.story_engine import continuation
+from tests.frontend.story_engine import continuation, story_engine
 from tests.server.story_server import StoryServer, run
 from tests.server.test_api_servers import FLAGS, eventually, fresh
 from tests.server.test_serve_process import TEXT, client, model_dir, story
@@ -226,6 +226,19 @@ def test_several_cores_and_api_servers(model_dir, tmp_path, monkeypatch):
     with story("story", model_dir, *flags) as server:
         asyncio.run(check(server))
         assert server.stop() == 0
+
+
+def test_conversations():
+    engine, executor = story_engine(lora=LORA)
+    executor.folders = dict(FOLDERS)
+    turn = [{"role": "user", "content": "once"}]
+    with LLM.from_engine(engine) as llm:
+        params, adapter = SamplingParams(max_tokens=5), LoRARequest("a", 1, "/a")
+        found = llm.chat([turn] * 2, params, use_tqdm=False, lora_request=[None, adapter])
+        plain, adapted = (output.outputs[0].text for output in found)
+        assert adapted[:2] == plain[3:5]
+        [again] = llm.chat(turn, params, use_tqdm=False, lora_request=adapter)
+        assert again.outputs[0].text == adapted
 
 
 def test_a_request_whose_adapter_cannot_be_read_ends_alone():
