@@ -88,7 +88,12 @@ class DeviceAdapters:
     def _compile(self) -> jax.stages.Compiled:
         values = jax.tree.map(_one_slot, self.shapes, is_leaf=lambda x: isinstance(x, LowRankStack))
         slot = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
-        return jax.jit(_fill, donate_argnums=0).lower(self.shapes, values, slot).compile()
+        fill = jax.jit(
+            _fill,
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda array: array.sharding, self.shapes),
+        )
+        return fill.lower(self.shapes, values, slot).compile()
 
     def _laid_out(self, adapter: PeftAdapter, directory: Path) -> _Updates:
         updates: _Updates = tuple({} for _ in self.shapes)
