@@ -273,18 +273,16 @@ class EngineArgs:
             ),
             deterministic=self.deterministic,
             speculative=speculative,
-            lora=self._lora(_DTYPES[self.dtype] or limits.checkpoint_dtype, pooler),
+            lora=self._lora(_DTYPES[self.dtype] or limits.checkpoint_dtype),
             pooler=pooler,
         )
 
-    def _lora(self, dtype: str, pooler: PoolerConfig | None) -> LoRAConfig | None:
+    def _lora(self, dtype: str) -> LoRAConfig | None:
         """`dtype`: the model's."""
         if not self.enable_lora:
             return None
         if self.deterministic:
             raise ValueError("enable_lora can't be combined with deterministic=True.")
-        if pooler is not None:
-            raise ValueError("enable_lora can't be combined with runner='pooling'.")
         return LoRAConfig(
             self.max_loras,
             self.max_lora_rank,

@@ -202,7 +202,10 @@ def test_adapters_that_do_not_fit(llm, adapters, tmp_path):
         (dict(lora_dtype="int8"), "lora_dtype must be one of"),
         (dict(fully_sharded_loras=True), "fully_sharded_loras must be one of"),
         (dict(deterministic=True), "enable_lora can't be combined with deterministic=True"),
-        (dict(runner="pooling"), "enable_lora can't be combined with runner='pooling'"),
+        (
+            dict(runner="pooling"),
+            "enable_lora=True can't be combined with this model: it makes vectors",
+        ),
     ],
 )
 def test_options_that_are_refused(options, message):

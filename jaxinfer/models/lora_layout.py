@@ -159,14 +159,16 @@ def _gather(source: LeafSource, index: int, num_out_axes: int) -> _Gather:
     numbers = [_assembled_numbers(source, index, axis) for axis in (0, 1)]
     leaf = numbers[0].shape
     first, second = (x.reshape(prod(leaf[:num_out_axes]), -1) for x in numbers)
-    some_row = first[np.argmax(first.any(axis=1))]
+    # One place that isn't padding is enough: its row has all columns, its column all rows.
+    row = next(i for i, numbers_i in enumerate(first) if numbers_i.any())
+    column = int(np.argmax(first[row] > 0))
     # Some checkpoints store their matrices [in, out].
-    if transposed := len(np.unique(some_row[some_row > 0])) > 1:
+    if transposed := len(np.unique(first[row][first[row] > 0])) > 1:
         first, second = second, first
     return _Gather(
         shape[::-1] if transposed else shape,
-        first.max(axis=1).reshape(leaf[:num_out_axes]) - 1,
-        second.max(axis=0).reshape(leaf[num_out_axes:]) - 1,
+        first[:, column].reshape(leaf[:num_out_axes]) - 1,
+        second[row].reshape(leaf[num_out_axes:]) - 1,
     )
 
 
