@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels_pallas.compile_table import attention, grouped, mla, norm, rope
+from kernels_pallas.compile_table import attention, grouped, mla, norm, quantized, rope
 from kernels_pallas.compile_table.case import Case, Operation
 
 OPERATIONS: dict[str, Operation] = {
@@ -10,6 +10,7 @@ OPERATIONS: dict[str, Operation] = {
     grouped.NAME: grouped.GroupedMatmul(),
     mla.NAME: mla.MlaAttention(),
     norm.NAME: norm.AddRmsNorm(),
+    quantized.NAME: quantized.QuantizedMatmul(),
     rope.NAME: rope.RopeKVCacheUpdate(),
 }
 

@@ -10,12 +10,30 @@ import jax.numpy as jnp
 
 from kernels_pallas.platform_dispatch import PlatformDispatch
 from kernels_pallas.quantized_matmul import reference, xla
+from kernels_pallas.quantized_matmul.mosaic_gpu_config import unsupported
 from kernels_pallas.quantized_matmul.weight import QuantizedWeight, as_matrix, check_weight
+from kernels_pallas.trace_target import log_once, not_hopper
 
-_by_platform = PlatformDispatch(
-    "quantized_matmul", xla.quantized_matmul, cuda=xla.dequantized_matmul
-)
+
+def _mosaic_gpu(*args: Any, **options: Any) -> jax.Array:
+    # Imported where it is used: Pallas takes a CPU-only process a second.
+    from kernels_pallas.quantized_matmul import mosaic_gpu
+
+    return mosaic_gpu.quantized_matmul(*args, **options)
+
+
+def _on_cuda(x_mk: jax.Array, weight: QuantizedWeight, *, dtype: jnp.dtype) -> jax.Array:
+    reason = not_hopper() or unsupported(x_mk, weight.shape, weight.format, dtype)
+    if reason is not None:
+        log_once(f"Quantized matmul uses XLA instead of the Mosaic GPU kernel: {reason}.")
+        return xla.dequantized_matmul(x_mk, weight, dtype=dtype)
+    log_once("Quantized matmul uses the Mosaic GPU kernel.")
+    return _mosaic_gpu(x_mk, weight, dtype=dtype)
+
+
+_by_platform = PlatformDispatch("quantized_matmul", xla.quantized_matmul, cuda=_on_cuda)
 _BACKENDS: dict[str, Callable[..., Any]] = {
+    "mosaic_gpu": _mosaic_gpu,
     "reference": reference.quantized_matmul,
     "xla": xla.quantized_matmul,
 }
@@ -42,7 +60,9 @@ def quantized_matmul(
         weight: [*out, *in], `in` being the last `num_in_axes` axes of K elements; N elements in `out`. On a mesh of
             several devices, call it inside `shard_map`: parts of a weight that hold whole groups are weights.
         dtype: of the result.
-        implementation: "xla" or "reference"; None takes what suits the device.
+        implementation: "mosaic_gpu", "xla" or "reference"; None takes the Mosaic GPU kernel where it runs, on GPUs of
+            compute capability 9.0 and for the shapes and formats that it takes, and XLA elsewhere. A line in the log says
+            so once.
 
     Returns:
         [M, N].

@@ -66,7 +66,11 @@ def random_arrays(
             if format.codes == "int8":
                 found[name] = rng.integers(-128, 128, shape).astype(np.int8)
             elif format.codes == "e4m3":
-                found[name] = rng.normal(size=shape, scale=100).astype(ml_dtypes.float8_e4m3fn)
+                found[name] = (
+                    rng.normal(size=shape, scale=100)
+                    .clip(-448, 448)
+                    .astype(ml_dtypes.float8_e4m3fn)
+                )
             else:
                 found[name] = rng.integers(0, 2**format.bits, shape).astype(np.uint8)
         elif name == "zeros":

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import WeightFormat, quantized_matmul
+from kernels_pallas.compile_job import run_job
 from kernels_pallas.quantized_matmul.weight import as_matrix, dequantize, take_rows
+from tests.kernels_pallas import quantized_matmul_jobs as jobs
+from tests.kernels_pallas.mosaic_runs import QUICK_TO_COMPILE
 from tests.kernels_pallas.quantized_weights import (
     FORMATS,
     quantized_rows,
@@ -242,3 +245,62 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     x = change.get("x", jnp.zeros((2, 64)))
     with pytest.raises(ValueError, match=message):
         quantized_matmul(x, change.get("weight", replace(weight, **arrays)), **options)
+
+
+def job(function: str, env: dict | None = None, **arguments: Any) -> Any:
+    return run_job(f"{jobs.__name__}:{function}", arguments, timeout=400, env=env)
+
+
+def case(
+    format: dict[str, Any], weight: tuple[int, int], rows: int, config: tuple, **rest: Any
+) -> dict[str, Any]:
+    return {"format": format, "weight": weight, "rows": rows, "config": config, **rest}
+
+
+AWQ = {"codes": "uint4", "group_size": 128, "zeros": True, "pack_block": 64}
+SYMMETRIC = {"codes": "uint4", "group_size": 32, "zero": 8, "pack_block": 64}
+MINIMA = {"codes": "uint4", "group_size": 64, "minima": "float16", "pack_block": 64}
+OF_ROWS = {"group_size": None, "scales": "float32"}
+BLOCKS = {"codes": "e4m3", "group_size": 128, "scales": "float32", "activation": "e4m3"}
+INTERPRETED = {
+    "several items, parts, units that share groups": case(AWQ, (192, 1280), 5, (8, 1, 3, 2)),
+    "two consumers": case(SYMMETRIC, (128, 384), 20, (16, 2, 2, 1), out_dtype="bfloat16", cores=1),
+    "minima": case(MINIMA, (64, 512), 3, (8, 1, 2, 1), dtype="float16"),
+    "int8": case({"codes": "int8", **OF_ROWS}, (64, 384), 3, (8, 1, 2, 1), cores=1),
+    "e4m3 in blocks on both sides": case(BLOCKS, (64, 1024), 3, (8, 1, 2, 1), cores=1),
+    "int8 on both sides": case(
+        {"codes": "int8", "activation": "int8", **OF_ROWS}, (64, 384), 3, (8, 1, 2, 1), cores=1
+    ),
+}
+"""Columns, consumers, stages and parts; rings that go round three times."""
+
+
+@pytest.mark.jax_floor
+def test_the_kernel_interpreted_matches_float64_and_has_no_races() -> None:
+    errors = job("interpret", QUICK_TO_COMPILE, cases=list(INTERPRETED.values()))
+    for name, error in zip(INTERPRETED, errors, strict=True):
+        assert error < (1e-2 if name == "two consumers" else 2e-6), (name, errors)
+
+
+FAULTS = {
+    "codes of another step": ("pl.ds(step * step_bytes, step_bytes)", "pl.ds(0 * step, step_bytes)"),
+    "another consumer's rows": ("+ consumer * ROWS, ROWS)", "+ 0 * consumer, ROWS)"),
+    "a slot refilled too early": ("pl.when(filled + i >= stages)", "pl.when(filled + i >= 2 * stages)"),
+    "no wait for what is loaded": ("plgpu.barrier_wait(refs.loaded.at[slot])", "pass"),
+    "the next groups' scales": ("self.keep(place, ahead)", "self.keep(1 - place, ahead)"),
+    "scales without their factor": ("scales * self.scale)", "scales)"),
+    "another group's sums of x": ("refs.sums_s.at[slot, group]", "refs.sums_s.at[slot, 0]"),
+    "a part left out": ("out.sum(axis=0)", "out[0]"),
+}  # fmt: skip
+"""What is replaced in the kernel's source, and by what."""
+
+
+def test_planted_faults_are_caught() -> None:
+    faulty = case({**SYMMETRIC, "zero": 3}, (128, 512), 5, (8, 2, 2, 2), cores=1)
+    outcomes = job("faults", QUICK_TO_COMPILE, case=faulty, edits=FAULTS)
+    assert outcomes.keys() == FAULTS.keys()
+    assert all(outcome != "right" for outcome in outcomes.values()), outcomes
+
+
+def test_a_cpu_never_imports_the_kernel() -> None:
+    assert job("modules_imported_on_cpu") == []
