@@ -78,15 +78,12 @@ def multiply(
 ) -> jax.Array:
     """acc + the sum of the pairs' products with wgmma, waiting for it.
 
-    The interpreter's race detector does not see what wgmma reads, so there, and only there, the operands are read in the
-    open; see `tiles.matmul`.
+    The interpreter's race detector does not see what wgmma reads; see `tiles.matmul`.
     """
     if interpret:
         for a, b in pairs:
-            a = a if isinstance(a, jax.Array) else a[...]
-            product = jnp.dot(a, b[...], preferred_element_type=dtype)
+            product = tiles.matmul(a, b, None, interpret).astype(dtype)
             acc = product if acc is None else acc + product
-        plgpu.commit_smem()
         return acc
     if acc is None:
 
