@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,24 +36,27 @@ _MATMULS = {
     "gate and up": (28672, 4096),
     "down": (4096, 14336),
 }
-_ROWS = {"qkv": (1, 16, 64, 256, 2048), "o": (64,), "gate and up": (16,), "down": (16,)}
-"""Of x."""
-_DTYPES = ("bfloat16", "float16")
+_EVERY = (("qkv", 16), ("qkv", 256))
+_SOME = (("qkv", 1), ("qkv", 64), ("o", 16), ("gate and up", 16), ("down", 16), ("down", 64))
+"""Matmuls and rows of x, of every format and of those that most checkpoints have."""
+_COMMON = ("4 bits, groups of 128, zeros", "e4m3 x e4m3, rows")
 
 
 class QuantizedMatmul:
     def claims(self) -> list[Case]:
-        cases = []
-        for format, (matmul, all_rows), dtype in itertools.product(
-            _FORMATS, _ROWS.items(), _DTYPES
-        ):
-            for rows in all_rows:
-                if dtype == "float16" and (matmul, rows) not in (("qkv", 1), ("qkv", 64)):
-                    continue
-                case = Case(NAME, _MATMULS[matmul][1], 0, dtype, format, f"{rows} rows, {matmul}")
-                if config.unsupported(*_shapes(case), _FORMATS[format], dtype) is None:
-                    cases.append(case)
-        return cases
+        wanted = [(f, "bfloat16", *product) for f in _FORMATS for product in _EVERY]
+        wanted += [(f, "bfloat16", *product) for f in _COMMON for product in _SOME]
+        wanted += [(f, "float16", "qkv", 64) for f in _FORMATS if "x" not in f]
+        wanted += [("e4m3 x e4m3, rows", "bfloat16", "qkv", 2048)]
+        cases = [
+            Case(NAME, _MATMULS[matmul][1], 0, dtype, format, f"{rows} rows, {matmul}")
+            for format, dtype, matmul, rows in wanted
+        ]
+        return [
+            case
+            for case in cases
+            if config.unsupported(*_shapes(case), _FORMATS[case.cache_dtype], case.dtype) is None
+        ]
 
     def program(self, case: Case) -> Program:
         from kernels_pallas.quantized_matmul import mosaic_gpu

@@ -137,10 +137,14 @@ def config_for(
     num_rows: int, num_outputs: int, size: int, operands: Operands, out_dtype: Any
 ) -> Config:
     """As many parts as keep the cores busy for the shortest time, and as many stages as fit, up to sixteen."""
-    widest = 64 if operands.group_size is not None else 128
+    # More would spill: sums of a group's products stand beside those of all, and small groups have operands of several.
+    widest = {None: 128, STEP: 64}.get(operands.group_size, 32)
     columns = next((n for n in _COLUMNS if n >= num_rows), widest)
     columns = min(columns, widest)
-    consumers = 2 if num_outputs % (2 * ROWS) == 0 else 1
+    small_groups = operands.group_size is not None and operands.group_size < STEP
+    # A single consumer has half as many threads to share the registers with.
+    alone = num_outputs % (2 * ROWS) != 0 or (small_groups and columns > 16)
+    consumers = 1 if alone else 2
     units = -(-size // (STEP * operands.unit))
     tiles = num_outputs // (consumers * ROWS) * -(-num_rows // columns)
     cores = Config.__dataclass_fields__["cores"].default
@@ -170,6 +174,8 @@ def unsupported(
         return f"the result has dtype {jnp.dtype(out_dtype)}, not one of {_OUT_DTYPES}"
     if format.codes not in ("uint4", "int8", "e4m3"):
         return f"the weight's codes are {format.codes}, not uint4, int8 or e4m3"
+    if format.codes == "e4m3" and format.activation is None and x_mk.dtype != jnp.float16:
+        return f"the weight's codes are e4m3 for x of {x_mk.dtype}, which Hopper converts to float16 only"
     if format.scales not in _SCALES:
         return f"the weight's scales are {format.scales}, not one of {_SCALES}"
     group_size = format.group_size
