@@ -30,8 +30,10 @@ from kernels_pallas.quantized_matmul.mosaic_gpu_config import (
 from kernels_pallas.quantized_matmul.mosaic_gpu_operands import (
     NIBBLE_SCALE,
     PIECE,
+    added,
     multiply,
     operands,
+    over_columns,
 )
 from kernels_pallas.quantized_matmul.weight import QuantizedWeight
 from kernels_pallas.ragged_paged_attention.mosaic_gpu import columns as col
@@ -389,14 +391,3 @@ class _Consumer:
         if self.kinds.native:
             return scales * of_x, None
         return scales, of_rows(refs.offsets_s) * of_x
-
-
-def added(
-    acc: jax.Array, product: jax.Array, scales: jax.Array, offsets: jax.Array | None
-) -> jax.Array:
-    acc = acc + product * scales
-    return acc if offsets is None else acc + offsets
-
-
-def over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [0])

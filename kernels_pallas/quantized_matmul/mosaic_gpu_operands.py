@@ -100,3 +100,14 @@ def multiply(
             plgpu.wgmma(acc_ref, a, b)
 
     return pl.run_state(onto)(plgpu.ACC.init(acc))
+
+
+def added(
+    acc: jax.Array, product: jax.Array, scales: jax.Array, offsets: jax.Array | None
+) -> jax.Array:
+    acc = acc + product * scales
+    return acc if offsets is None else acc + offsets
+
+
+def over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [0])
