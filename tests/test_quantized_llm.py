@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM, LoRARequest, SamplingParams
 from tests.tiny_llm import SMALL, copy_of_tiny_llm
+from tests.tiny_lora import write_adapter
 from tests.weights.quantized_files import FORMATS, write_quantized
 
 
@@ -17,6 +18,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("quantized")
     source = copy_of_tiny_llm(root / "source")
     out = write_quantized(source, root / "int8", FORMATS["int8"])
+    write_adapter(root / "adapter", 0)
     for path in source.iterdir():
         for target in (out, out / "dequantized"):
             if not (target / path.name).exists():
@@ -24,17 +26,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def tokens_of(directory: Path, **options: object) -> list[list[int]]:
+def tokens_of(directory: Path, adapter_dir: Path, **options: object) -> list[list[int]]:
+    """With an adapter, and without."""
+    adapter = LoRARequest("adapter", 1, str(adapter_dir))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(directory), **SMALL, **options) as llm:
-        outputs = llm.generate(["ab", "The first of two"], params, use_tqdm=False)
+    with LLM(str(directory), enable_lora=True, **SMALL, **options) as llm:
+        prompts, adapters = ["The first of two"] * 2, [adapter, None]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def test_the_tokens_of_the_dequantized_checkpoint(directory: Path) -> None:
-    expected = tokens_of(directory / "dequantized")
-    assert tokens_of(directory, quantization="compressed-tensors") == expected
-    assert tokens_of(directory, dequantize=True) == expected
+    adapter = directory.parent / "adapter"
+    expected = tokens_of(directory / "dequantized", adapter)
+    assert expected[0] != expected[1]
+    assert tokens_of(directory, adapter, quantization="compressed-tensors") == expected
+    assert tokens_of(directory, adapter, dequantize=True) == expected
 
 
 def test_a_quantization_that_is_not_the_checkpoints_is_refused(directory: Path) -> None:
