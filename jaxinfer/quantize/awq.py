@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.quantize.compensation import round_compensated
-from jaxinfer.quantize.grids import Int4Groups, round_to_int4
+from jaxinfer.quantize.grids import Int4Groups, int4_grids, on_grids
 from jaxinfer.quantize.linears import Fold, Input, NormProducer, RowProducer
-from jaxinfer.quantize.search import InputMoments, cut_limits, cut_off, find_scale
+from jaxinfer.quantize.search import InputMoments, best_grids, find_scale
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +68,21 @@ def rounded_matrices(
     clip: bool,
     compensate: bool,
 ) -> dict[str, Int4Groups]:
-    """`clip`: the largest weights are cut off where that helps; `compensate`: each column makes up for those before it."""
+    """`clip`: where grids end is searched; `compensate`: each column makes up for those before it."""
     rounded = {}
     for fold in folds:
         moments = layer.moments[fold.input]
         for name in fold.consumers:
             weight = jnp.asarray(layer.matrices[name])
-            limits = jnp.full((weight.shape[0], weight.shape[1] // group_size), jnp.inf)
-            if clip and name in fold.cut:
-                limits = cut_limits(weight, moments.products, group_size)
-            if compensate:
-                rounded[name] = round_compensated(weight, moments, limits, group_size, scale_dtype)
+            groups = weight.reshape(len(weight), -1, group_size)
+            if clip:
+                zeros, scales = best_grids(groups, moments.products, scale_dtype)
             else:
-                rounded[name] = round_to_int4(cut_off(weight, limits), group_size, scale_dtype)
+                zeros, scales = int4_grids(groups, scale_dtype)
+            if compensate:
+                rounded[name] = round_compensated(weight, moments, zeros, scales, group_size)
+            else:
+                rounded[name] = on_grids(groups, zeros, scales)
     return rounded
 
 

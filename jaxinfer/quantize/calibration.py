@@ -3,8 +3,10 @@ activations only the stream between layers and each matrix's moments."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,8 @@ def calibration_samples(
 
 
 class CalibrationRun:
-    """The samples on their way through the layers; `next_layer` takes them through one."""
+    """The samples on their way through the layers: `moments` are of the inputs of the one that is next, and `advance` takes
+    them through it, as it has become. So each layer is fitted to what those before it hand on once they are rounded."""
 
     def __init__(
         self,
@@ -81,21 +84,30 @@ class CalibrationRun:
         stream = jnp.asarray(embedding[samples.reshape(-1)])
         return stream if self._spec.embed_scale is None else stream * self._spec.embed_scale
 
-    def next_layer(self) -> dict[Input, InputMoments]:
-        """What the layer's matrices got, summed over the samples' tokens."""
-        layer, caches = self._layer(), self._caches()
-        graphdef, state = nnx.split(layer)
+    def moments(self) -> dict[Input, InputMoments]:
+        """What the next layer's matrices get, summed over the samples' tokens."""
+        layer = self._layer(self._reader)
         total: dict[Input, InputMoments] = {}
-        for i, (stream, batch) in enumerate(zip(self._streams, self._batches, strict=True)):
-            num_pages = batch.block_tables.size + 1
-            pages = tuple(jnp.zeros((num_pages, *shape), _DTYPE) for shape in caches)
-            rope = _rotation(layer, batch)
-            self._streams[i], moments = _observe(graphdef, state, stream, pages, batch, rope)
+        for arguments in self._arguments(layer):
+            moments = _moments_of(*arguments)
             total = {name: total[name] + m if total else m for name, m in moments.items()}
-        self._index += 1
         return total
 
-    def _layer(self) -> DecoderLayer:
+    def advance(self, changed: Mapping[str, np.ndarray]) -> None:
+        """Through the next layer, whose tensors are those of the checkpoint, or `changed` by name."""
+        layer = self._layer(_Changed(self._reader, changed))
+        self._streams = [_stream_after(*arguments) for arguments in self._arguments(layer)]
+        self._index += 1
+
+    def _arguments(self, layer: DecoderLayer) -> Iterator[tuple]:
+        graphdef, state = nnx.split(layer)
+        caches = self._caches()
+        for stream, batch in zip(self._streams, self._batches, strict=True):
+            num_pages = batch.block_tables.size + 1
+            pages = tuple(jnp.zeros((num_pages, *shape), _DTYPE) for shape in caches)
+            yield graphdef, state, stream, pages, batch, _rotation(layer, batch)
+
+    def _layer(self, reader: CheckpointReader | _Changed) -> DecoderLayer:
         spec, path = self._spec, ("layers", str(self._index))
 
         def make() -> DecoderLayer:
@@ -104,13 +116,29 @@ class CalibrationRun:
 
         flat = FlatModule.create(make, self._mesh)
         plan = {leaf: self._plan[(*path, *leaf)] for leaf in flat.leaves}
-        leaves = dict(read_leaves(self._reader, plan, flat.leaves))
+        leaves = dict(read_leaves(reader, plan, flat.leaves))
         return flat.bind([jnp.asarray(leaves[leaf]) for leaf in flat.leaves])
 
     def _caches(self) -> list[tuple[int, ...]]:
         """Shapes of a page of keys, and of values."""
         cache = layer_caches(self._spec, ShardedDims.create(self._spec, 1), _DTYPE)[self._index]
         return [array.page_shape(_PAGE_SIZE) for array in cache.arrays]
+
+
+class _Changed:
+    """A checkpoint some of whose tensors are others."""
+
+    def __init__(self, reader: CheckpointReader, tensors: Mapping[str, np.ndarray]) -> None:
+        self._reader, self._tensors = reader, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        if name not in self._tensors:
+            return self._reader.read(name, dtype)
+        tensor = self._tensors[name]
+        return tensor if dtype is None else tensor.astype(dtype)
 
 
 def _ragged_batch(samples: np.ndarray) -> RaggedBatch:
@@ -138,15 +166,14 @@ def _rotation(layer: DecoderLayer, batch: RaggedBatch) -> Rotation:
     return rotation(attention.rope, batch.positions)
 
 
-@partial(jax.jit, static_argnums=0)
-def _observe(
+def _run(
     graphdef: nnx.GraphDef[DecoderLayer],
     state: nnx.State,
     x_te: jax.Array,
     pages: tuple[jax.Array, jax.Array],
     batch: RaggedBatch,
     rope: Rotation,
-) -> tuple[jax.Array, dict[Input, InputMoments]]:
+) -> tuple[jax.Array, dict[Input, jax.Array]]:
     """A layer with its norms before attention and MLP, or on both sides: the stream after it, and its matrices' inputs."""
     layer = nnx.merge(graphdef, state)
 
@@ -161,13 +188,22 @@ def _observe(
     mlp_in = layer.norm_named("mlp_norm")(x_te)
     hidden = layer.mlp.hidden(mlp_in)
     x_te = added(x_te, layer.mlp.project(hidden), "mlp_post_norm")
-    inputs: dict[Input, jax.Array] = {
+    return x_te, {
         "attention": attention_in,
         "attended": attended.reshape(len(attended), -1),
         "mlp": mlp_in,
         "hidden": hidden,
     }
-    return x_te, {name: _moments(x_ti) for name, x_ti in inputs.items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def _stream_after(*arguments: Any) -> jax.Array:
+    return _run(*arguments)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _moments_of(*arguments: Any) -> dict[Input, InputMoments]:
+    return {name: _moments(x_ti) for name, x_ti in _run(*arguments)[1].items()}
 
 
 def _moments(x_ti: jax.Array) -> InputMoments:

@@ -10,59 +10,53 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxinfer.quantize.grids import Int4Groups, int4_codes, int4_grids
+from jaxinfer.quantize.grids import Int4Groups, int4_codes
 from jaxinfer.quantize.search import InputMoments
 
 _LEAST_DAMPING = 0.01
 
 
-@partial(jax.jit, static_argnames=("group_size", "scale_dtype"))
+@partial(jax.jit, static_argnames="group_size")
 def round_compensated(
     weight_oi: jax.Array,
     moments: InputMoments,
-    limits: jax.Array,
+    zeros: jax.Array,
+    scales: jax.Array,
     group_size: int,
-    scale_dtype: np.dtype,
 ) -> Int4Groups:
-    """`weight_oi` for inputs with such moments. `limits` [O, I/g]: what groups are cut off at."""
+    """`weight_oi` for inputs with such moments, on grids of `zeros` and `scales` [O, I/g].
+
+    The grids are those of the weights as they were: grids for what earlier groups have made of a group turn out worse.
+    """
     num_rows, num_columns = weight_oi.shape
     # T tokens say how I inputs are related up to an error of about sqrt(I / T): the fewer, the less is made of it.
     damping = jnp.maximum(_LEAST_DAMPING, num_columns / moments.num_tokens)
     shares_ii = _shares(moments.products, damping)
 
-    def round_group(start: jax.Array, group_og: jax.Array, limit_o: jax.Array) -> tuple:
-        """Errors and codes [O, g], zeros and scales [O]."""
-        cut = jnp.clip(group_og, -limit_o[:, None], limit_o[:, None])
-        zeros, scales = int4_grids(cut, scale_dtype)
+    def step(left_oi: jax.Array, item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        start, zero_o, scale_o = item
         own = jax.lax.dynamic_slice(shares_ii, (start, start), (group_size, group_size))
 
         def round_column(i: jax.Array, carry: tuple) -> tuple:
             left, errors, codes = carry
             column = jax.lax.dynamic_index_in_dim(left, i, 1, keepdims=False)
-            code = int4_codes(column, zeros, scales)
-            steps = code.astype(jnp.float32) - zeros.astype(jnp.float32)
-            error = column - steps * scales.astype(jnp.float32)
+            code = int4_codes(column, zero_o, scale_o)
+            steps = code.astype(jnp.float32) - zero_o.astype(jnp.float32)
+            error = column - steps * scale_o.astype(jnp.float32)
             left = left - error[:, None] * own[i]
             return left, errors.at[:, i].set(error), codes.at[:, i].set(code)
 
+        group_og = jax.lax.dynamic_slice(left_oi, (0, start), (num_rows, group_size))
         empty = jnp.zeros_like(group_og), jnp.zeros(group_og.shape, jnp.uint8)
         _, errors, codes = jax.lax.fori_loop(0, group_size, round_column, (group_og, *empty))
-        return errors, codes, zeros, scales
-
-    def step(left_oi: jax.Array, item: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple]:
-        group, limit_o = item
-        start = group * group_size
-        group_og = jax.lax.dynamic_slice(left_oi, (0, start), (num_rows, group_size))
-        errors, *rounded = round_group(start, group_og, limit_o)
         shares = jax.lax.dynamic_slice(shares_ii, (start, 0), (group_size, num_columns))
         made_up = jnp.matmul(errors, shares, precision=jax.lax.Precision.HIGHEST)
-        return left_oi - made_up, tuple(rounded)
+        return left_oi - made_up, codes
 
-    groups = jnp.arange(num_columns // group_size)
-    _, (codes, zeros, scales) = jax.lax.scan(step, weight_oi, (groups, limits.T))
-    return Int4Groups(jnp.moveaxis(codes, 0, 1).reshape(weight_oi.shape), zeros.T, scales.T)
+    starts = jnp.arange(0, num_columns, group_size)
+    _, codes = jax.lax.scan(step, weight_oi, (starts, zeros.T, scales.T))
+    return Int4Groups(jnp.moveaxis(codes, 0, 1).reshape(weight_oi.shape), zeros, scales)
 
 
 def _shares(products_ii: jax.Array, damping: jax.Array) -> jax.Array:

@@ -42,17 +42,26 @@ def round_to_int4(
     weight_oi: jax.Array, group_size: int, scale_dtype: np.dtype = _FLOAT16
 ) -> Int4Groups:
     """The grid of each group reaches from its least weight to its greatest, and holds zero."""
-    num_rows = weight_oi.shape[0]
-    groups = weight_oi.astype(jnp.float32).reshape(num_rows, -1, group_size)
-    zeros, scales = int4_grids(groups, scale_dtype)
-    codes = int4_codes(groups, zeros[..., None], scales[..., None])
-    return Int4Groups(codes.reshape(num_rows, -1), zeros, scales)
+    groups = weight_oi.astype(jnp.float32).reshape(weight_oi.shape[0], -1, group_size)
+    return on_grids(groups, *int4_grids(groups, scale_dtype))
 
 
-def int4_grids(groups: jax.Array, scale_dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Zeros (uint8) and scales of the grids of groups along the last axis."""
-    low = jnp.minimum(groups.min(-1), 0.0)
-    high = jnp.maximum(groups.max(-1), 0.0)
+def on_grids(groups_ong: jax.Array, zeros: jax.Array, scales: jax.Array) -> Int4Groups:
+    """Weights [O, I/g, g] at the nearest points."""
+    codes = int4_codes(groups_ong, zeros[..., None], scales[..., None])
+    return Int4Groups(codes.reshape(len(codes), -1), zeros, scales)
+
+
+def int4_grids(
+    groups: jax.Array,
+    scale_dtype: np.dtype,
+    low_share: jax.Array | float = 1.0,
+    high_share: jax.Array | float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Zeros (uint8) and scales of the grids of groups along the last axis, which reach to these shares of the least weight
+    and of the greatest."""
+    low = jnp.minimum(groups.min(-1), 0.0) * low_share
+    high = jnp.maximum(groups.max(-1), 0.0) * high_share
     scales = jnp.maximum((high - low) / _TOP_CODE, _SMALLEST_SCALE).astype(scale_dtype)
     # Zeros are those for the scale that is stored.
     zeros = jnp.clip(jnp.round(-low / scales.astype(jnp.float32)), 0, _TOP_CODE)

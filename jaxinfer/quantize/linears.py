@@ -56,9 +56,6 @@ class Fold:
     producer: RowProducer | NormProducer | None
     channels: np.ndarray
     """The channel of each column: those of one channel have the same scale."""
-    cut: tuple[str, ...]
-    """Of the consumers, those whose largest weights may be cut off: not queries and keys, as scores grow with the product
-    of both."""
 
 
 def find_matrices(
@@ -129,10 +126,10 @@ def find_folds(spec: DecoderSpec, plan: LoadPlan, index: int) -> list[Fold]:
         values = _rows(qkv, bias, lambda leaf: leaf[:, -1])
     up = _rows(gate_up, plan.get((*path, "mlp", "gate_up_bias")), lambda leaf: leaf[1])
     return [
-        Fold("attention", qkv.names, norms[0], columns[0], qkv.names[2:]),
-        Fold("attended", o.names, values, columns[1], o.names),
-        Fold("mlp", gate_up.names, norms[1], columns[2], gate_up.names),
-        Fold("hidden", down.names, up, columns[3], down.names),
+        Fold("attention", qkv.names, norms[0], columns[0]),
+        Fold("attended", o.names, values, columns[1]),
+        Fold("mlp", gate_up.names, norms[1], columns[2]),
+        Fold("hidden", down.names, up, columns[3]),
     ]
 
 

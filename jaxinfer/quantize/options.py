@@ -21,7 +21,7 @@ class QuantizeOptions:
         method: "awq": matrices of 4 bits; "int8", "fp8": of 8, and activations rounded alike while the model runs.
         group_size: of "awq", weights that share a scale; None: the largest of 128, 64 and 32 that fits.
         search: of "awq", whether scales are searched on the calibration text; otherwise weights are only rounded.
-        clip: whether the largest weights may be cut off where that is found to help.
+        clip: whether the ends of each group's grid are searched, or reach to its least weight and its greatest.
         compensate: whether, as columns are rounded one after the other, later ones make up for earlier ones' errors.
         embedding: "int8": the embedding, and with it a tied head, in 8 bits too.
         calibration: a text file, None for the one that comes along.
@@ -33,7 +33,7 @@ class QuantizeOptions:
     group_size: int | None = None
     search: bool = True
     clip: bool = True
-    compensate: bool = False
+    compensate: bool = True
     embedding: Literal["int8"] | None = None
     calibration: Path | None = None
     num_samples: int = 16
@@ -78,7 +78,7 @@ def add_quantize_args(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "clip",
-        "of awq: cut off the largest weights where that is found to help",
+        "of awq: search where the grid of each group of weights ends",
         action=argparse.BooleanOptionalAction,
     )
     add(

@@ -203,18 +203,18 @@ def _searched_layers(
     run = CalibrationRun(source.description, source.plan, source.reader, samples)
     for i in range(len(spec.layers)):
         folds = find_folds(spec, source.plan, i)
-        layer = scaled_layer(source.read, folds, run.next_layer(), group_size)
-        yield (
+        layer = scaled_layer(source.read, folds, run.moments(), group_size)
+        rounded = rounded_matrices(
             layer,
-            rounded_matrices(
-                layer,
-                folds,
-                group_size,
-                layout.scale_dtype,
-                clip=options.clip,
-                compensate=options.compensate,
-            ),
+            folds,
+            group_size,
+            layout.scale_dtype,
+            clip=options.clip,
+            compensate=options.compensate,
         )
+        values = {name: np.asarray(weight.values()) for name, weight in rounded.items()}
+        run.advance({**layer.others, **values})
+        yield layer, rounded
         logger.info("layer %d of %d", i + 1, len(spec.layers))
 
 

@@ -1,5 +1,5 @@
-"""AWQ's searches (arXiv 2306.00978): how much larger to make the weights of the inputs that count, and where to cut off the
-largest, so that what the rounded weights make of the calibration text differs least.
+"""AWQ's searches (arXiv 2306.00978): how much larger to make the weights of the inputs that count, and where the
+grids end, so that what the rounded weights make of the calibration text differs least.
 
 All errors are sums over the text of squared differences between outputs. Those of weights W and Ŵ for inputs x with
 second moments C = Σ x xᵀ are the trace of (W - Ŵ) C (W - Ŵ)ᵀ, so that C is all that has to be kept of a text.
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.quantize.grids import round_to_int4
+from jaxinfer.quantize.grids import int4_grids, on_grids, round_to_int4
 
 _NUM_EXPONENTS = 10
-_SHRINKS = tuple(1 - i / 20 for i in range(10))
-"""Fractions of a group's largest weight at which it may be cut off."""
+_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.76, 0.7, 0.62)
+_ENDS = tuple((low, high) for low in _SHARES for high in _SHARES if abs(low - high) < 0.25)
+"""Of a group's least weight and its greatest: where its grid may end; the first are the whole of both."""
 _EPSILON = 1e-8
 _MAX_ROWS = 512
 
@@ -120,28 +121,35 @@ def _output_error(difference_oi: jax.Array, products_ii: jax.Array) -> jax.Array
     return jnp.sum(product * difference_oi)
 
 
-@partial(jax.jit, static_argnames="group_size")
-def cut_limits(weight_oi: jax.Array, products_ii: jax.Array, group_size: int) -> jax.Array:
-    """[O, I/g]: where to cut each group off on both sides of zero, by what it alone makes of the text."""
-    num_rows, num_groups = weight_oi.shape[0], weight_oi.shape[1] // group_size
-    shape = (num_groups, group_size, num_groups, group_size)
-    blocks = jnp.einsum("nanb->nab", products_ii.reshape(shape))
-    groups = weight_oi.reshape(num_rows, num_groups, group_size)
-    largest = jnp.abs(groups).max(-1)
+@partial(jax.jit, static_argnames="scale_dtype")
+def best_grids(
+    groups_ong: jax.Array, products_ii: jax.Array, scale_dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Zeros (uint8) and scales [O, N] of the grids of weights [O, N, g] whose ends are found: what rounding to the nearest
+    makes of each group alone is to differ least.
 
-    def error(shrink: jax.Array) -> jax.Array:
-        rounded = round_to_int4(cut_off(weight_oi, shrink * largest), group_size).values()
-        difference = rounded.reshape(groups.shape) - groups
+    Both ends are tried apart, within the group's weights. A grid that leaves out the largest is finer for all others, and
+    one that is moved a little takes away what errors have in common where a group's weights lie on a grid already.
+    """
+    _, num_groups, group_size = groups_ong.shape
+    blocks = products_ii.reshape(num_groups, group_size, num_groups, group_size)
+    products_ngg = jnp.einsum("nanb->nab", blocks)
+
+    def error(zeros: jax.Array, scales: jax.Array) -> jax.Array:
+        values = on_grids(groups_ong, zeros, scales).values()
+        difference = values.reshape(groups_ong.shape) - groups_ong
         product = jnp.einsum(
-            "ona,nab->onb", difference, blocks, precision=jax.lax.Precision.HIGHEST
+            "ona,nab->onb", difference, products_ngg, precision=jax.lax.Precision.HIGHEST
         )
         return jnp.sum(product * difference, -1)
 
-    shrinks = jnp.asarray(_SHRINKS, jnp.float32)
-    return largest * shrinks[jnp.argmin(jax.lax.map(error, shrinks), axis=0)]
+    def better(best: tuple[jax.Array, ...], shares: jax.Array) -> tuple[tuple, None]:
+        zeros, scales = int4_grids(groups_ong, scale_dtype, *shares)
+        found = error(zeros, scales), zeros, scales
+        is_better = found[0] < best[0]
+        return tuple(map(partial(jnp.where, is_better), found, best)), None
 
-
-def cut_off(weight_oi: jax.Array, limits: jax.Array) -> jax.Array:
-    """[O, I], each group within ± its limit of [O, I/g]."""
-    groups = weight_oi.reshape(*limits.shape, -1)
-    return jnp.clip(groups, -limits[..., None], limits[..., None]).reshape(weight_oi.shape)
+    whole = int4_grids(groups_ong, scale_dtype)
+    ends = jnp.asarray(_ENDS[1:], jnp.float32)
+    (_, zeros, scales), _ = jax.lax.scan(better, (error(*whole), *whole), ends)
+    return zeros, scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import numpy as np
@@ -20,9 +21,11 @@ FAMILIES = ("llama", "llama_biased", "mistral", "qwen2", "qwen3", "gemma3", "phi
 SAMPLES = np.random.default_rng(0).integers(3, 90, (3, 21)).astype(np.int32)
 
 
-def inputs_by_transformers(name: str) -> dict[str, np.ndarray]:
-    """What each Linear got, [T, I] float64, by its name."""
-    model, seen, hooks = make_model(name), {}, []
+def inputs_by_transformers(name: str, changed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What each Linear got, [T, I] float64, by its name, in the model with some of its tensors `changed`."""
+    model, seen, hooks = copy.deepcopy(make_model(name)), {}, []
+    state = {tensor: torch.from_numpy(value) for tensor, value in changed.items()}
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
     for module_name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
 
@@ -39,9 +42,13 @@ def inputs_by_transformers(name: str) -> dict[str, np.ndarray]:
 def test_layers_are_calibrated_on_what_their_matrices_get(name):
     reader, description, plan = opened(tiny_dir(name))
     run = CalibrationRun(description, plan, reader, SAMPLES)
-    expected = inputs_by_transformers(name)
+    first = find_folds(description.spec, plan, 0)
+    halved = {fold.consumers[0]: 0.5 * reader.read(fold.consumers[0]) for fold in first}
+    # A layer has its own tensors when it is looked at, and goes on with those that it is given.
+    inputs = inputs_by_transformers(name, {}), inputs_by_transformers(name, halved)
     for i in range(len(description.spec.layers)):
-        moments = run.next_layer()
+        expected, moments = inputs[i > 0], run.moments()
+        run.advance({} if i else halved)
         for fold in find_folds(description.spec, plan, i):
             for consumer in fold.consumers:
                 x = expected[consumer.removesuffix(".weight")]
@@ -60,8 +67,9 @@ def test_scales_change_nothing_before_rounding(name, tmp_path):
     for i in range(len(description.spec.layers)):
         folds = find_folds(description.spec, plan, i)
         assert all(fold.producer is not None for fold in folds)
-        layer = scaled_layer(reader.read, folds, run.next_layer(), 32)
+        layer = scaled_layer(reader.read, folds, run.moments(), 32)
         changed = layer.matrices | layer.others
+        run.advance(changed)
         for fold in folds:
             changes = (changed[name] / tensors[name] for name in fold.consumers)
             scaled_inputs += any(np.abs(change - 1).max() > 0.1 for change in changes)
@@ -82,10 +90,10 @@ def test_scales_change_nothing_before_rounding(name, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("clip", "compensate"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("clip", "compensate"), [(True, False), (False, True), (True, True)])
 def test_what_rounding_is_told_reduces_the_errors_of_outputs(clip, compensate):
     reader, description, plan = opened(tiny_dir("uneven"))
-    moments = CalibrationRun(description, plan, reader, SAMPLES).next_layer()
+    moments = CalibrationRun(description, plan, reader, SAMPLES).moments()
     folds = find_folds(description.spec, plan, 0)
     layer = scaled_layer(reader.read, folds, moments, 32)
     half = np.dtype(np.float16)
@@ -102,16 +110,13 @@ def test_what_rounding_is_told_reduces_the_errors_of_outputs(clip, compensate):
 
     plain, better = errors(clip=False, compensate=False), errors(clip=clip, compensate=compensate)
     for name in plain:
-        if not clip or (not compensate and ("q_proj" in name or "k_proj" in name)):
-            assert better[name] == plain[name]
-        else:
-            assert better[name] < (0.85 if compensate else 1.0) * plain[name], name
+        assert better[name] < (0.85 if compensate else 1.0) * plain[name], name
 
 
 def test_a_norm_in_16_bits_gives_the_scale_that_it_was_divided_by():
     directory = tiny_dir("gemma3")
     reader, description, plan = opened(directory)
-    moments = CalibrationRun(description, plan, reader, SAMPLES).next_layer()
+    moments = CalibrationRun(description, plan, reader, SAMPLES).moments()
     [fold, *_] = find_folds(description.spec, plan, 0)
     assert isinstance(fold.producer, NormProducer) and fold.producer.offset == 1
 

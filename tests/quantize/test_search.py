@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 
-from jaxinfer.quantize.search import InputMoments, cut_limits, cut_off, find_scale
+from jaxinfer.quantize.search import InputMoments, best_grids, find_scale
 
 GROUP = 32
+SHARES = np.arange(1, 0.59, -0.02)
+"""Of a group's least and greatest weight, from the whole down."""
 
 
 def case(num_rows: int = 16, num_inputs: int = 64, seed: int = 0):
@@ -57,23 +59,28 @@ def test_moments_of_scaled_inputs_are_those_of_the_inputs_scaled():
     np.testing.assert_allclose(scaled.magnitudes, np.abs(y).sum(0), rtol=1e-4)
 
 
-def test_each_group_is_cut_where_its_own_error_is_least():
+def test_each_grid_ends_where_its_own_error_is_least():
     w, x, moments = case(num_rows=4)
     w[0, 5], w[1, 40] = 9, -7  # outliers
-    limits = cut_limits(w, moments.products, GROUP)
-    found = np.asarray(cut_off(w, limits))
-    assert limits.shape == (4, 2)
+    groups = w.reshape(4, 2, GROUP)
+    zeros, scales = map(
+        np.asarray, best_grids(groups, moments.products, scale_dtype=np.dtype(np.float16))
+    )
     for row in range(4):
-        for group in (slice(0, 32), slice(32, 64)):
-            errors = {}
-            for i in range(10):
-                limit = np.abs(w[row, group]).max() * np.float32(1 - i / 20)
-                cut = np.clip(w[None, row, group], -limit, limit)
-                errors[float(limit)] = output_error(w[None, row, group], rounded(cut), x[:, group])
-            limit = np.abs(found[row, group]).max()
-            best = min(errors.values())
-            chosen = min(errors, key=lambda value: abs(value - limit))
-            assert chosen == pytest.approx(limit, rel=1e-5)
-            assert errors[chosen] <= best * 1.01
-            np.testing.assert_allclose(found[row, group], np.clip(w[row, group], -limit, limit))
-    assert np.abs(found[0]).max() < 9
+        for n in range(2):
+            group, x_n = groups[row, n], x[:, n * GROUP : (n + 1) * GROUP]
+
+            def error(zero: float, scale: float, group=group, x_n=x_n) -> float:
+                codes = np.clip(np.rint(group / scale) + zero, 0, 15)
+                return output_error(group, (codes - zero) * scale, x_n)
+
+            def ends(low: float, high: float, group=group) -> tuple[float, float]:
+                low, high = low * min(group.min(), 0), high * max(group.max(), 0)
+                scale = float(np.float16((high - low) / 15))
+                return np.clip(np.rint(-low / scale), 0, 15), scale
+
+            tried = [error(*ends(low, high)) for low in SHARES for high in SHARES]
+            found = error(float(zeros[row, n]), float(scales[row, n]))
+            assert found < 0.97 * tried[0] and found <= 1.4 * min(tried)
+    # What is larger than all others is left out.
+    assert 15 * scales[0, 0] < 0.8 * np.ptp(groups[0, 0])
