@@ -31,7 +31,7 @@ def round_compensated(
     """
     num_rows, num_columns = weight_oi.shape
     # T tokens say how I inputs are related up to an error of about sqrt(I / T): the fewer, the less is made of it.
-    damping = jnp.maximum(_LEAST_DAMPING, num_columns / moments.num_tokens)
+    damping = jnp.maximum(_LEAST_DAMPING, num_columns / moments.num_tokens / 4)
     shares_ii = _shares(moments.products, damping)
 
     def step(left_oi: jax.Array, item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -55,17 +55,17 @@ def on_grids(groups_ong: jax.Array, zeros: jax.Array, scales: jax.Array) -> Int4
 def int4_grids(
     groups: jax.Array,
     scale_dtype: np.dtype,
-    low_share: jax.Array | float = 1.0,
-    high_share: jax.Array | float = 1.0,
+    share: jax.Array | float = 1.0,
+    shift: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Zeros (uint8) and scales of the grids of groups along the last axis, which reach to these shares of the least weight
-    and of the greatest."""
-    low = jnp.minimum(groups.min(-1), 0.0) * low_share
-    high = jnp.maximum(groups.max(-1), 0.0) * high_share
+    """Zeros (uint8) and scales of the grids of groups along the last axis, which reach to `share` of the least weight and
+    of the greatest, then moved down by `shift` points."""
+    low = jnp.minimum(groups.min(-1), 0.0) * share
+    high = jnp.maximum(groups.max(-1), 0.0) * share
     scales = jnp.maximum((high - low) / _TOP_CODE, _SMALLEST_SCALE).astype(scale_dtype)
     # Zeros are those for the scale that is stored.
-    zeros = jnp.clip(jnp.round(-low / scales.astype(jnp.float32)), 0, _TOP_CODE)
-    return zeros.astype(jnp.uint8), scales
+    zeros = jnp.round(-low / scales.astype(jnp.float32)) + shift
+    return jnp.clip(zeros, 0, _TOP_CODE).astype(jnp.uint8), scales
 
 
 def int4_codes(weights: jax.Array, zeros: jax.Array, scales: jax.Array) -> jax.Array:

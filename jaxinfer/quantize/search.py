@@ -17,9 +17,11 @@ import numpy as np
 from jaxinfer.quantize.grids import int4_grids, on_grids, round_to_int4
 
 _NUM_EXPONENTS = 10
-_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.76, 0.7, 0.62)
-_ENDS = tuple((low, high) for low in _SHARES for high in _SHARES if abs(low - high) < 0.25)
-"""Of a group's least weight and its greatest: where its grid may end; the first are the whole of both."""
+_NUM_SHARES, _SHARE_STEP, _GREATEST_SHARE = 22, 0.02, 1.04
+_GRIDS = tuple(
+    (_GREATEST_SHARE - _SHARE_STEP * i, shift) for i in range(_NUM_SHARES) for shift in (-1, 0, 1)
+)
+"""Shares of a group's least weight and its greatest where its grid may end, and by how many points it is moved."""
 _EPSILON = 1e-8
 _MAX_ROWS = 512
 
@@ -125,11 +127,11 @@ def _output_error(difference_oi: jax.Array, products_ii: jax.Array) -> jax.Array
 def best_grids(
     groups_ong: jax.Array, products_ii: jax.Array, scale_dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Zeros (uint8) and scales [O, N] of the grids of weights [O, N, g] whose ends are found: what rounding to the nearest
-    makes of each group alone is to differ least.
+    """Zeros (uint8) and scales [O, N] of the grids of weights [O, N, g] that are found to be the best: what rounding to the
+    nearest makes of each group alone is to differ least.
 
-    Both ends are tried apart, within the group's weights. A grid that leaves out the largest is finer for all others, and
-    one that is moved a little takes away what errors have in common where a group's weights lie on a grid already.
+    A grid that leaves out the largest weights is finer for all others, and one that is moved a little takes away what errors
+    have in common where a group's weights lie on a grid already.
     """
     _, num_groups, group_size = groups_ong.shape
     blocks = products_ii.reshape(num_groups, group_size, num_groups, group_size)
@@ -143,13 +145,13 @@ def best_grids(
         )
         return jnp.sum(product * difference, -1)
 
-    def better(best: tuple[jax.Array, ...], shares: jax.Array) -> tuple[tuple, None]:
-        zeros, scales = int4_grids(groups_ong, scale_dtype, *shares)
+    def better(best: tuple[jax.Array, ...], grid: jax.Array) -> tuple[tuple, None]:
+        zeros, scales = int4_grids(groups_ong, scale_dtype, *grid)
         found = error(zeros, scales), zeros, scales
         is_better = found[0] < best[0]
         return tuple(map(partial(jnp.where, is_better), found, best)), None
 
-    whole = int4_grids(groups_ong, scale_dtype)
-    ends = jnp.asarray(_ENDS[1:], jnp.float32)
-    (_, zeros, scales), _ = jax.lax.scan(better, (error(*whole), *whole), ends)
+    plain = int4_grids(groups_ong, scale_dtype)
+    grids = jnp.asarray(_GRIDS, jnp.float32)
+    (_, zeros, scales), _ = jax.lax.scan(better, (error(*plain), *plain), grids)
     return zeros, scales

@@ -38,7 +38,7 @@ def reference(
 ) -> np.ndarray:
     """Column by column in float64: after each, the weights that are left move to where they make the error least."""
     left, moments = w.astype(np.float64), products.astype(np.float64)
-    moments = moments + w.shape[1] / NUM_TOKENS * np.diag(np.diag(moments))
+    moments = moments + max(0.01, w.shape[1] / NUM_TOKENS / 4) * np.diag(np.diag(moments))
     result = np.zeros_like(left)
     for j in range(w.shape[1]):
         zero, scale = (grid[:, j // GROUP].astype(np.float64) for grid in (zeros, scales))
