@@ -98,17 +98,13 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return scales[:, :, None] * quants.reshape(count, 16, 16)
 
 
-# Bytes per block and the conversion of blocks [N, bytes] to N * block length float32.
-_FORMATS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-}
+BLOCK_BYTES = {
+    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
+}  # fmt: skip
+# From blocks [N, bytes] to N * block length float32.
+_CONVERSIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
 _PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
@@ -126,9 +122,8 @@ def _to_float(type_name: str, raw: np.ndarray) -> np.ndarray:
         return raw.view(_PLAIN[type_name])
     if type_name == "BF16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    if type_name in _FORMATS:
-        block_bytes, convert = _FORMATS[type_name]
-        return convert(raw.reshape(-1, block_bytes))
+    if type_name in _CONVERSIONS:
+        return _CONVERSIONS[type_name](raw.reshape(-1, BLOCK_BYTES[type_name]))
     import gguf
 
     return gguf.dequantize(raw, gguf.GGMLQuantizationType[type_name])

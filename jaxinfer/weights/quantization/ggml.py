@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxinfer.weights.gguf_quants import fifth_bits, k_scales, nibble_runs
+from jaxinfer.weights.gguf_quants import BLOCK_BYTES, fifth_bits, k_scales, nibble_runs
 from jaxinfer.weights.quantization.matrix import MatrixFormat, QuantizedMatrix
 
 Arrays = dict[str, np.ndarray]
@@ -88,22 +88,14 @@ FORMATS: dict[str, MatrixFormat] = {
 }
 """The types that can stay quantized in memory."""
 
-_BLOCKS: dict[str, tuple[int, Callable[[np.ndarray], Arrays]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-}
+_SPLITS: dict[str, Callable[[np.ndarray], Arrays]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
 
 
 def matrix_of(type_name: str, raw: np.ndarray) -> QuantizedMatrix:
     """Rows `raw` [rows, bytes] of one of `FORMATS`."""
-    block_bytes, split = _BLOCKS[type_name]
-    arrays = split(raw.reshape(-1, block_bytes))
+    arrays = _SPLITS[type_name](raw.reshape(-1, BLOCK_BYTES[type_name]))
     return QuantizedMatrix(
         FORMATS[type_name],
         {name: np.ascontiguousarray(a).reshape(len(raw), -1) for name, a in arrays.items()},
