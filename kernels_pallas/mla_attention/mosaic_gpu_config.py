@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import SHARED_MEMORY_PER_BLOCK
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import check_shared_memory
 
 RANK, ROPE = 512, 64
 """Of the latent and of the rotated part; the only ones that the kernel takes."""
@@ -62,11 +62,7 @@ class MlaConfig:
             raise ValueError(
                 f"MlaConfig.start_blocks must not be negative, got {self.start_blocks}"
             )
-        if self.shared_memory > SHARED_MEMORY_PER_BLOCK:
-            raise ValueError(
-                f"MlaConfig needs {self.shared_memory} bytes of shared memory; a block has "
-                f"{SHARED_MEMORY_PER_BLOCK}. Take fewer stages."
-            )
+        check_shared_memory("MlaConfig", self.shared_memory)
 
     @property
     def staged_tiles(self) -> int:

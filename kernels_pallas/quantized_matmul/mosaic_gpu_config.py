@@ -8,7 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels_pallas.quantized_matmul.format import WeightFormat
-from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import SHARED_MEMORY_PER_BLOCK
+from kernels_pallas.ragged_paged_attention.mosaic_gpu.config import (
+    SHARED_MEMORY_PER_BLOCK,
+    check_shared_memory,
+)
 
 ROWS = 64
 """Of the weight, for one warp group's matmul (wgmma's M)."""
@@ -107,11 +110,7 @@ class Config:
                 raise ValueError(
                     f"Config.{name} must be at least {least}, got {getattr(self, name)}"
                 )
-        if self.shared_memory > SHARED_MEMORY_PER_BLOCK:
-            raise ValueError(
-                f"Config needs {self.shared_memory} bytes of shared memory; a block has "
-                f"{SHARED_MEMORY_PER_BLOCK}. Take fewer stages."
-            )
+        check_shared_memory("Config", self.shared_memory)
 
     @property
     def tile_rows(self) -> int:

@@ -32,12 +32,19 @@ def _check_block(name: str, block_tokens: int, stages: int | None = None) -> Non
         raise ValueError(f"{name}.stages must be at least 2, got {stages}")
 
 
-def _check_shared_memory(name: str, used: int, head_size: int) -> None:
+def check_shared_memory(
+    name: str, used: int, where: str = "", remedy: str = "fewer stages"
+) -> None:
+    """Raises `ValueError` where `used` bytes, those of the kernel config `name`, are more than a thread block can have."""
     if used > SHARED_MEMORY_PER_BLOCK:
         raise ValueError(
-            f"{name} needs {used} bytes of shared memory at head size {head_size}; "
-            f"a block has {SHARED_MEMORY_PER_BLOCK}. Take fewer stages or a smaller block_tokens."
+            f"{name} needs {used} bytes of shared memory{where}; a block has {SHARED_MEMORY_PER_BLOCK}. Take {remedy}."
         )
+
+
+def _check_attention_memory(name: str, used: int, head_size: int) -> None:
+    where = f" at head size {head_size}"
+    check_shared_memory(name, used, where, "fewer stages or a smaller block_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class DecodeConfig:
     def check(self, head_size: int, columns: int, page_itemsize: int) -> None:
         """Raises `ValueError` when the kernel can't be launched."""
         used = self.shared_memory(head_size, columns, page_itemsize)
-        _check_shared_memory("DecodeConfig", used, head_size)
+        _check_attention_memory("DecodeConfig", used, head_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class PrefillConfig:
     def check(self, head_size: int, itemsize: int, page_itemsize: int = 2) -> None:
         """Raises `ValueError` when the kernel can't be launched."""
         used = self.shared_memory(head_size, itemsize, page_itemsize)
-        _check_shared_memory("PrefillConfig", used, head_size)
+        _check_attention_memory("PrefillConfig", used, head_size)
 
 
 @functools.cache
