@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-GROUP_SIZES = (128, 64, 32)
-"""Weights of a row that share a scale, as readers of AWQ checkpoints know them."""
-
 _TOP_CODE = 15
 _SMALLEST_SCALE = 2.0**-24
 """The smallest float16."""
